@@ -1,0 +1,5 @@
+from django.apps import AppConfig
+
+
+class HarnessWebConfig(AppConfig):
+    name = "harness_web"

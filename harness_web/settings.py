@@ -1,0 +1,146 @@
+"""Django settings. Everything that differs between machines comes from `env.py`."""
+
+from __future__ import annotations
+
+import sys
+
+import dj_database_url
+from django.core.exceptions import ImproperlyConfigured
+
+from harness_web import env as environment
+
+BASE_DIR = environment.BASE_DIR
+
+try:
+    ENV = environment.read()
+except environment.EnvError as error:
+    raise ImproperlyConfigured(str(error)) from error
+
+# --- files ----------------------------------------------------------------------------------------------------------
+HARNESS_DATA_DIR = ENV.data_dir
+HARNESS_SECRETS_DIR = HARNESS_DATA_DIR / "secrets"
+HARNESS_RUN_DIR = HARNESS_DATA_DIR / "run"
+HARNESS_SPOOL_DIR = HARNESS_DATA_DIR / "spool"
+HARNESS_MODELS_DIR = HARNESS_DATA_DIR / "models"
+HARNESS_PROCESS = ENV.process
+HARNESS_TRUSTED_PROXIES = ENV.trusted_proxies
+HARNESS_ENGINE = ENV.engine
+HARNESS_MODEL = ENV.model
+
+# --- security -------------------------------------------------------------------------------------------------------
+try:
+    SECRET_KEY = ENV.secret_key or environment.secret_file(HARNESS_SECRETS_DIR / "django-secret-key").hex()
+    # Digests of API keys are keyed by a pepper of their own, by version, so that SECRET_KEY can be rotated freely.
+    HARNESS_KEY_PEPPERS = {1: environment.secret_file(HARNESS_SECRETS_DIR / "key-pepper-1")}
+except OSError as error:
+    raise ImproperlyConfigured(
+        f"The data directory {HARNESS_DATA_DIR} cannot be used ({error.strerror or error}). "
+        "Choose a writable one with --data-dir or HARNESS_DATA_DIR."
+    ) from error
+DEBUG = ENV.debug
+ALLOWED_HOSTS = list(ENV.allowed_hosts)
+CSRF_TRUSTED_ORIGINS = list(ENV.csrf_trusted_origins)
+SESSION_COOKIE_HTTPONLY = True
+SESSION_COOKIE_SAMESITE = "Lax"
+X_FRAME_OPTIONS = "DENY"
+SECURE_CONTENT_TYPE_NOSNIFF = True
+SECURE_REFERRER_POLICY = "same-origin"
+
+# --- applications ---------------------------------------------------------------------------------------------------
+INSTALLED_APPS = [
+    "unfold",
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "channels",
+    "rest_framework",
+    "drf_spectacular",
+    "django_htmx",
+    "allauth",
+    "allauth.account",
+    "csp",
+    "tenants",
+    "scheduler",
+    "harness_web",
+]
+
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "whitenoise.middleware.WhiteNoiseMiddleware",
+    "csp.middleware.CSPMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.locale.LocaleMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "allauth.account.middleware.AccountMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+    "django_htmx.middleware.HtmxMiddleware",
+]
+
+ROOT_URLCONF = "harness_web.urls"
+ASGI_APPLICATION = "harness_web.asgi.application"
+
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "DIRS": [BASE_DIR / "templates"],
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ],
+        },
+    },
+]
+
+# --- database -------------------------------------------------------------------------------------------------------
+_database = dj_database_url.parse(ENV.database_url, conn_max_age=0)
+if _database["ENGINE"].endswith("sqlite3"):
+    # Writers queue instead of failing: take the write lock at BEGIN, wait up to 30 s for it.
+    _database["OPTIONS"] = {
+        "transaction_mode": "IMMEDIATE",
+        "timeout": 30,
+        "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA foreign_keys=ON;",
+    }
+DATABASES = {"default": _database}
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+
+# --- channels and celery --------------------------------------------------------------------------------------------
+# Each web process has its own telemetry subscription, so that one box needs no shared layer.
+if ENV.redis_url:
+    CHANNEL_LAYERS = {
+        "default": {"BACKEND": "channels_redis.core.RedisChannelLayer", "CONFIG": {"hosts": [ENV.redis_url]}}
+    }
+else:
+    CHANNEL_LAYERS = {"default": {"BACKEND": "channels.layers.InMemoryChannelLayer", "CONFIG": {"capacity": 100}}}
+HARNESS_REDIS_URL = ENV.redis_url
+
+# --- language, time, static -----------------------------------------------------------------------------------------
+LANGUAGE_CODE = "en"
+LANGUAGES = [("en", "English"), ("zh-hans", "简体中文")]
+LOCALE_PATHS = [BASE_DIR / "harness_web" / "locale"]
+USE_I18N = True
+USE_TZ = True
+TIME_ZONE = "UTC"
+STATIC_URL = "/static/"
+STATIC_ROOT = HARNESS_DATA_DIR / "static"
+WHITENOISE_USE_FINDERS = True
+
+# --- accounts -------------------------------------------------------------------------------------------------------
+AUTHENTICATION_BACKENDS = [
+    "django.contrib.auth.backends.ModelBackend",
+    "allauth.account.auth_backends.AuthenticationBackend",
+]
+LOGIN_URL = "account_login"
+LOGIN_REDIRECT_URL = "/console/"
+
+# --- logging: see harness_web/logs.py -------------------------------------------------------------------------------
+HARNESS_LOG_LEVEL = ENV.log_level
+TESTING = "pytest" in sys.modules

@@ -1,0 +1,240 @@
+"""The values that the scheduling core is made of.
+
+Pure: standard library only. Time is a float of seconds on one monotonic clock and comes in as an argument. Nothing
+here knows a tier by its name; the order of importance is `TierSpec.rank` (1 is the best).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Lane(StrEnum):
+    """Where a request of a tier waits: long prompts must not stand before short ones."""
+
+    SHORT = "short"
+    LONG = "long"
+
+
+class OnInfeasible(StrEnum):
+    """What happens to a request that can no longer meet its deadline."""
+
+    LATE = "late"
+    REJECT = "reject"
+
+
+class Contract(StrEnum):
+    """What a tier promises: first token and pace, or the last token whatever the length."""
+
+    TTFT_TPOT = "ttft_tpot"
+    E2E_TOTAL = "e2e_total"
+
+
+class Reason(StrEnum):
+    """Why the scheduler did, or did not do, something with a request.
+
+    The value is a stable code: it appears in decision traces, metrics and, for refusals, in the table that maps it to
+    a wire error (`harness_web/openai/errors.py`).
+    """
+
+    # refused at arrival: the request itself
+    CONTEXT_LENGTH = "context_length_exceeded"
+    NEVER_FITS = "never_fits"
+    INVALID_PROMPT = "invalid_prompt"
+    MODEL_NOT_SERVED = "model_not_served"
+    # refused at arrival: the caller's own limits
+    LIMIT_RPM = "limit_rpm"
+    LIMIT_TPM = "limit_tpm"
+    LIMIT_CONCURRENCY = "limit_concurrency"
+    LIMIT_BUDGET = "limit_budget"
+    LIMIT_TOO_LARGE = "limit_too_large"
+    NO_PRICE = "no_price"
+    # refused for our reasons
+    QUEUE_FULL = "queue_full"
+    DEADLINE_INFEASIBLE = "deadline_infeasible"
+    DEGRADED = "degraded"
+    ENGINE_NOT_READY = "engine_not_ready"
+    DRAINING = "draining"
+    SPOOL_UNAVAILABLE = "spool_unavailable"
+    # left the queue without running
+    QUEUE_TIMEOUT = "queue_timeout"
+    CLIENT_GONE = "client_gone"
+    # why a head was not dispatched in a round
+    SLOTS_FULL = "slots_full"
+    SLOTS_RESERVED = "slots_reserved"
+    KV_FULL = "kv_full"
+    WAIT_WINDOW = "wait_window"
+    RANKED_BEHIND = "ranked_behind"
+    # why a request was dispatched
+    ARRIVAL_ORDER = "arrival_order"
+    RANK_ORDER = "rank_order"
+    # how a running request ended other than by itself
+    ENGINE_FAILED = "engine_failed"
+    REQUEST_FAILED = "request_failed"
+    SHUTDOWN = "shutdown"
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """A tier's contract, as operators set it (`docs/architecture.md`, tier fields). Seconds and shares."""
+
+    name: str
+    rank: int
+    weight: float = 1.0
+    floor: float = 0.0
+    ttft: float = 5.0
+    e2e: float = 5.0
+    tpot: float = 0.25
+    objective: float = 0.99
+    availability: float = 0.99
+    contract: Contract = Contract.TTFT_TPOT
+    on_infeasible: OnInfeasible = OnInfeasible.LATE
+    headroom: float = 0.20
+    reserved_slots: float = 0.0
+    preemptible: bool = False
+    queue_max_length: int = 10_000
+    queue_max_wait: float = 60.0
+    min_slo_threshold: float = 0.5
+    max_tokens: int = 4096
+
+    def deadline(self, arrival: float, stream: bool, max_tokens: int, slo_threshold: float | None) -> float:
+        """The instant of the contract point: first token for streams, last token otherwise."""
+        if self.contract is Contract.E2E_TOTAL:
+            return arrival + (slo_threshold or self.e2e)
+        if stream:
+            return arrival + (slo_threshold or self.ttft)
+        return arrival + (slo_threshold or self.e2e + max(max_tokens - 1, 0) * self.tpot)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCapacity:
+    """What one engine can hold: sequences and KV tokens at a time, tokens per step, tokens per request."""
+
+    max_seqs: int
+    step_tokens: int
+    kv_tokens: int
+    block_size: int
+    max_model_len: int
+
+    def blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    @property
+    def total_blocks(self) -> int:
+        return self.kv_tokens // self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """Scheduling parameters of one policy version; the names are those of `POST /v1/config` under `policy`."""
+
+    version: int = 0
+    name: str = "continuous"
+    max_batch: int | None = None  # in-flight cap; None = the engine's max_seqs
+    max_wait_ms: float = 0.0  # how long an idle engine may wait for company
+    step_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as the core sees it: rendered, so that its prompt length is exact."""
+
+    id: str
+    tenant: str
+    tier: str
+    arrival: float
+    prompt_tokens: int
+    max_tokens: int
+    stream: bool
+    deadline: float  # instant of the contract point
+    queue_deadline: float  # instant at which waiting ends with QUEUE_TIMEOUT
+    lane: Lane = Lane.SHORT
+    attempt: int = 1
+
+    @property
+    def worst_case_tokens(self) -> int:
+        """KV tokens it holds if it produces everything it may."""
+        return self.prompt_tokens + self.max_tokens
+
+
+# --- decisions: what the planner returns; the worker acts on them --------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Hand the request to the engine now, as part of batch `batch_id` (one batch = one decision)."""
+
+    request: Request
+    batch_id: str
+    reason: Reason
+    engine_priority: int  # smaller first: the deadline in microseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Expire:
+    """Waiting is over: answer the caller with `reason` and forget the request."""
+
+    request: Request
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A head that could run was not chosen in this round, and why (for the decision trace)."""
+
+    request: Request
+    reason: Reason
+
+
+Decision = Dispatch | Expire | Hold
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The answer to an arrival that is not accepted."""
+
+    reason: Reason
+    message: str
+    retry_after: float | None = None  # seconds; None = retrying cannot help
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one engine step did. Counts are of this step; `kv_usage` is a share 0..1 after it."""
+
+    at: float
+    elapsed: float
+    prefill_tokens: int
+    decode_seqs: int
+    running: int
+    waiting: int
+    kv_usage: float
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a request ended, as the core needs it (tokens delivered to this process)."""
+
+    completion_tokens: int
+    reason: Reason | None = None  # None: it ended by itself
+
+
+@dataclass(slots=True)
+class TierSnapshot:
+    """A tier of one pool at one instant."""
+
+    waiting: int = 0
+    running: int = 0
+    oldest_wait: float = 0.0
+
+
+@dataclass(slots=True)
+class PoolSnapshot:
+    """What `GET /v1/queue/status` and the console show of one planner."""
+
+    tiers: dict[str, TierSnapshot] = field(default_factory=dict)
+    in_flight: int = 0
+    cap: int = 0
+    kv_reserved: float = 0.0

@@ -1,0 +1,157 @@
+"""The engine seam: what Harness needs from anything that turns prompts into tokens.
+
+    start() -> EngineLimits          slow; EngineStartError says what to do about a failure
+    render(prompt, sampling)         chat template + tokenisation, off the event loop; exact prompt length
+    generate(request) -> events      Delta*, then exactly one Finished; or an EngineError is raised
+    abort(id)                        frees slot and memory at the end of the current step; unknown ids are ignored
+    aclose()                         idempotent; no process or file is left behind
+
+An engine knows no tenants and no tiers. Closing the `generate` iterator early is an abort. One contract test
+(`tests/engines/contract.py`) runs over every engine.
+
+Errors:
+
+    EngineError
+    ├── EngineStartError     start() failed; `hint` tells the operator what to do
+    ├── EngineDeadError      the whole engine is gone; every stream ends with it
+    ├── RequestFailedError   this request failed, the engine lives
+    └── PromptError          the input cannot be rendered or is out of range; `param` names the field
+        └── PromptTooLongError   `tokens` and `limit` say by how much
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, runtime_checkable
+
+from scheduler.core.types import PoolCapacity, StepReport
+
+
+class EngineError(Exception):
+    """Root of what an engine raises."""
+
+
+class EngineStartError(EngineError):
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class EngineDeadError(EngineError):
+    pass
+
+
+class RequestFailedError(EngineError):
+    pass
+
+
+class PromptError(EngineError):
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLongError(PromptError):
+    def __init__(self, tokens: int, limit: int, *, param: str) -> None:
+        super().__init__(f"The prompt has {tokens} tokens; the model takes at most {limit}.", param=param)
+        self.tokens = tokens
+        self.limit = limit
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What the started engine can hold, and the operating-system processes that belong to it."""
+
+    capacity: PoolCapacity
+    vocab_size: int
+    pids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A validated conversation: dicts with `role` and `content`, as the OpenAI wire names them."""
+
+    messages: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample. `max_tokens` None means: as many as the model has room for."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt ready for the engine. `payload` belongs to the engine that made it; `room` is what is left for output."""
+
+    prompt_tokens: int
+    room: int
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """What `generate` gets. `sampling.max_tokens` is set. `priority`: smaller first. `arrival`: monotonic seconds."""
+
+    id: str
+    rendered: Rendered
+    sampling: Sampling
+    priority: int
+    arrival: float
+    cache_salt: str | None = None
+    simulate: Mapping[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Delta:
+    """New text of one step. `tokens`: how many tokens this request has produced so far (cumulative, exact)."""
+
+    text: str
+    tokens: int
+
+
+@dataclass(slots=True)
+class Finished:
+    """The end. Token counts are the engine's own and exact; `text` is what was still held back (stop strings)."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    text: str = ""
+
+
+EngineEvent = Delta | Finished
+
+StepListener = Callable[[StepReport], None]
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """See the module text. `on_step` is called on the event loop once per engine step."""
+
+    async def start(self) -> EngineLimits: ...
+
+    async def render(self, prompt: ChatPrompt, sampling: Sampling) -> Rendered: ...
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[EngineEvent]: ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def aclose(self) -> None: ...

@@ -1,0 +1,195 @@
+"""What web and scheduler say to each other: msgpack arrays, one struct per message, tagged by a small integer.
+
+A frame is a 4-byte big-endian length and one message. `PROTOCOL` is in `Hello` and `Welcome`; a peer of another
+version is told so and closed. Web speaks first. On one connection:
+
+    web                                   scheduler
+    Hello            ->
+                     <-                   Welcome          (epoch, models)
+    Submit, Cancel   ->
+                     <-                   Accepted | Refused, then Events (one frame per step and connection)
+    Ask              ->
+                     <-                   Answer
+    Ping             ->
+                     <-                   Pong
+                     <-                   Snapshot         (role "telemetry" only, one a second, one-way)
+                     <-                   Goodbye          (draining: submit elsewhere, keep reading)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+PROTOCOL = 1
+MAX_FRAME = 32 * 1024 * 1024  # bytes: a 16 MiB body, re-encoded, fits with room
+
+
+class Message(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Base of all messages."""
+
+
+class Hello(Message, tag=1):
+    protocol: int
+    peer: str  # name of the web process, for logs
+    role: str  # "requests" | "telemetry"
+
+
+class Welcome(Message, tag=2):
+    protocol: int
+    scheduler: str  # name of the scheduler process
+    epoch: int
+    models: dict[str, str]  # model -> state (starting | ready | failed | draining)
+
+
+class LimitSpec(Message, tag=30):
+    """One limit that applies to a request. `scope` and `owner` identify the counter it is charged to."""
+
+    scope: str  # tenant | key
+    owner: str  # tenant or key id
+    model: str  # "" = all models
+    kind: str  # rpm | tpm | concurrency
+    value: int
+
+
+class Caller(Message, tag=31):
+    """Who is asking, as authentication established it. Never taken from the body."""
+
+    tenant: str  # tenant id
+    tenant_slug: str
+    key: str  # key id
+    tier: str  # tier of the key's tenant: billing stays here
+    limits: tuple[LimitSpec, ...] = ()
+    version: int = 0  # change version this was read at
+
+
+class SamplingSpec(Message, tag=32):
+    """Mirrors `scheduler.engines.base.Sampling`."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    ignore_eos: bool = False
+
+
+class Submit(Message, tag=3):
+    id: str
+    attempt: int
+    age: float  # seconds between arrival (request read) and this message
+    caller: Caller
+    model: str
+    messages: tuple[dict[str, Any], ...]
+    sampling: SamplingSpec
+    stream: bool
+    priority: str | None = None  # high | normal | low; may lower, never raise
+    slo_threshold: float | None = None  # seconds
+    queue_timeout: float | None = None  # seconds
+    simulate: dict[str, Any] | None = None
+
+
+class Cancel(Message, tag=4):
+    id: str
+
+
+class Accepted(Message, tag=5):
+    """The request is in the queue. `limits`: counters after its reservation, for the x-ratelimit headers."""
+
+    id: str
+    tier: str  # the tier it runs as
+    prompt_tokens: int
+    limits: dict[str, float] = {}  # e.g. {"limit-requests": 600, "remaining-requests": 599, "reset-requests": 1.0}
+
+
+class Refused(Message, tag=6):
+    """Answer to a Submit that will not run, or end of a queued request. `reason` is a core `Reason` value."""
+
+    id: str
+    reason: str
+    message: str
+    param: str | None = None
+    retry_after: float | None = None
+    limits: dict[str, float] = {}
+
+
+class Delta(Message, tag=7):
+    id: str
+    text: str
+    tokens: int  # produced so far
+
+
+class BatchInfo(Message, tag=33):
+    batch_id: str
+    batch_size: float  # mean sequences per step while it ran
+    wait_time: float  # arrival to dispatch, seconds
+    compute_time: float  # dispatch to last token, seconds
+
+
+class Done(Message, tag=8):
+    """End by itself. The usage row is in the spool before this is sent."""
+
+    id: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    batch: BatchInfo
+    text: str = ""
+
+
+class Failed(Message, tag=9):
+    """End by a fault after dispatch. `reason` is a core `Reason` value."""
+
+    id: str
+    reason: str
+    message: str
+    completion_tokens: int = 0
+
+
+class Events(Message, tag=10):
+    """Everything of one engine step for one connection, in order."""
+
+    events: tuple[Delta | Done | Failed | Refused | Accepted, ...]
+
+
+class Ask(Message, tag=11):
+    """A question to the scheduler process: `what` is queue_status | config | simulated_request | metrics."""
+
+    id: str
+    what: str
+    args: dict[str, Any] = {}
+
+
+class Answer(Message, tag=12):
+    id: str
+    value: Any = None
+    error: str | None = None
+
+
+class Ping(Message, tag=13):
+    seq: int
+
+
+class Pong(Message, tag=14):
+    seq: int
+
+
+class Snapshot(Message, tag=15):
+    """Telemetry of one scheduler process at one instant; the shape of `value` is `worker/telemetry.py`'s."""
+
+    seq: int
+    value: dict[str, Any]
+
+
+class Goodbye(Message, tag=16):
+    reason: str
+
+
+AnyMessage = (
+    Hello | Welcome | Submit | Cancel | Accepted | Refused | Events | Ask | Answer | Ping | Pong | Snapshot | Goodbye
+)
