@@ -26,7 +26,7 @@ PROTOCOL = 1
 MAX_FRAME = 32 * 1024 * 1024  # bytes: a 16 MiB body, re-encoded, fits with room
 
 
-class Message(msgspec.Struct, array_like=True, gc=False, frozen=True):
+class Message(msgspec.Struct, array_like=True, gc=False):
     """Base of all messages."""
 
 
