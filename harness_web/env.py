@@ -5,6 +5,7 @@ Besides `settings.py` this is the only module that reads `os.environ`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Mapping
@@ -93,10 +94,8 @@ def secret_file(path: Path, size: int = 32) -> bytes:
                 file.write(secrets.token_hex(size))
                 file.flush()
                 os.fsync(file.fileno())
-            try:
-                os.link(scratch, path)  # fails if another process was first: never a half-written secret
-            except FileExistsError:
-                pass
+            with contextlib.suppress(FileExistsError):  # another process was first
+                os.link(scratch, path)  # never a half-written secret under the final name
         finally:
             scratch.unlink(missing_ok=True)
     return bytes.fromhex(path.read_text().strip())

@@ -158,6 +158,17 @@ class Request:
         return self.prompt_tokens + self.max_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One limit of a tenant or key, as it applies to a request. Mirrors `scheduler.wire.messages.LimitSpec`."""
+
+    scope: str  # tenant | key
+    owner: str
+    model: str  # "" = all models
+    kind: str  # rpm | tpm | concurrency
+    value: int
+
+
 # --- decisions: what the planner returns; the worker acts on them --------------------------------------------------
 
 

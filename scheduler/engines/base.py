@@ -98,7 +98,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt ready for the engine. `payload` belongs to the engine that made it; `room` is what is left for output."""
+    """A prompt ready for the engine. `payload` belongs to the engine that made it; `room`: tokens left for output."""
 
     prompt_tokens: int
     room: int
