@@ -62,6 +62,7 @@ class Caller(Message, tag=31):
     tier: str  # tier of the key's tenant: billing stays here
     limits: tuple[LimitSpec, ...] = ()
     version: int = 0  # change version this was read at
+    key_name: str = ""  # as it stands in the usage record
 
 
 class SamplingSpec(Message, tag=32):
@@ -158,7 +159,7 @@ class Events(Message, tag=10):
 
 
 class Ask(Message, tag=11):
-    """A question to the scheduler process: `what` is queue_status | config | simulated_request | metrics."""
+    """A question to the scheduler process: `what` is queue_status | simulated_request | metrics."""
 
     id: str
     what: str
