@@ -52,8 +52,6 @@ class Reason(StrEnum):
     NO_PRICE = "no_price"
     # refused for our reasons
     QUEUE_FULL = "queue_full"
-    DEADLINE_INFEASIBLE = "deadline_infeasible"
-    DEGRADED = "degraded"
     ENGINE_NOT_READY = "engine_not_ready"
     DRAINING = "draining"
     SPOOL_UNAVAILABLE = "spool_unavailable"
@@ -62,7 +60,6 @@ class Reason(StrEnum):
     CLIENT_GONE = "client_gone"
     # why a head was not dispatched in a round
     SLOTS_FULL = "slots_full"
-    SLOTS_RESERVED = "slots_reserved"
     KV_FULL = "kv_full"
     WAIT_WINDOW = "wait_window"
     RANKED_BEHIND = "ranked_behind"
