@@ -1,0 +1,34 @@
+.DEFAULT_GOAL := help
+.PHONY: help run test setup lint bench clean lock
+
+PYTHON_BIN := .venv/bin/python
+# Options for `harness up`, as in: make run ARGS="--port 9000 --engine simulated"
+ARGS ?=
+
+help: ## show this list
+	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | awk -F ': .*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+run: setup ## from nothing to a served model: environment, demo model, database, all processes (ARGS="--port 9000")
+	@exec .venv/bin/harness up $(ARGS)
+
+test: setup lint ## from nothing: environment, linters, types, import contracts, the whole test suite
+	@$(PYTHON_BIN) -m pytest
+
+setup: ## make .venv and install the locked packages (quick when nothing changed)
+	@requirements/install.sh
+
+lint: setup ## ruff, formatting, strict types, import contracts
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy
+	@.venv/bin/lint-imports
+
+bench: setup ## side-by-side measurements; each prints a table of ratios
+	@set -e; for benchmark in benchmarks/bench_*.py; do echo "== $$benchmark"; $(PYTHON_BIN) $$benchmark; done
+
+clean: ## remove the environment and every cache (the data directory stays)
+	@rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage htmlcov
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+lock: setup ## resolve pyproject.toml anew into requirements/*.txt
+	@$(PYTHON_BIN) requirements/lock.py
