@@ -1,16 +1,16 @@
 """What web and scheduler say to each other: msgpack arrays, one struct per message, tagged by a small integer.
 
-A frame is a 4-byte big-endian length and one message. `PROTOCOL` is in `Hello` and `Welcome`; a peer of another
-version is told so and closed. Web speaks first. On one connection:
+A frame is a 4-byte big-endian length, one byte `PROTOCOL`, and one message (`codec.py`); a peer of another version is
+told so by a Goodbye and closed. Web speaks first. On one connection:
 
     web                                   scheduler
     Hello            ->
-                     <-                   Welcome          (epoch, models)
+                     <-                   Welcome          (epoch, models), then Models whenever a state changes
     Submit, Cancel   ->
                      <-                   Accepted | Refused, then Events (one frame per step and connection)
     Ask              ->
                      <-                   Answer
-    Ping             ->
+    Ping             ->                   and the other way round, when the peer has been silent for a second
                      <-                   Pong
                      <-                   Snapshot         (role "telemetry" only, one a second, one-way)
                      <-                   Goodbye          (draining: submit elsewhere, keep reading)
@@ -31,16 +31,20 @@ class Message(msgspec.Struct, array_like=True, gc=False):
 
 
 class Hello(Message, tag=1):
-    protocol: int
     peer: str  # name of the web process, for logs
     role: str  # "requests" | "telemetry"
 
 
 class Welcome(Message, tag=2):
-    protocol: int
     scheduler: str  # name of the scheduler process
     epoch: int
     models: dict[str, str]  # model -> state (starting | ready | failed | draining)
+
+
+class Models(Message, tag=17):
+    """The models of the scheduler process have changed: replaces what Welcome said, as a whole."""
+
+    models: dict[str, str]
 
 
 class LimitSpec(Message, tag=30):
@@ -144,7 +148,7 @@ class Done(Message, tag=8):
 
 
 class Failed(Message, tag=9):
-    """End by a fault after dispatch. `reason` is a core `Reason` value."""
+    """End by a fault. `reason` is a core `Reason` value, or the gateway's own `scheduler_lost`."""
 
     id: str
     reason: str
@@ -192,5 +196,18 @@ class Goodbye(Message, tag=16):
 
 
 AnyMessage = (
-    Hello | Welcome | Submit | Cancel | Accepted | Refused | Events | Ask | Answer | Ping | Pong | Snapshot | Goodbye
+    Hello
+    | Welcome
+    | Models
+    | Submit
+    | Cancel
+    | Accepted
+    | Refused
+    | Events
+    | Ask
+    | Answer
+    | Ping
+    | Pong
+    | Snapshot
+    | Goodbye
 )
