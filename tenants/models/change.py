@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from django.db import models, transaction
 from django.db.models import F
@@ -92,10 +92,10 @@ def note(model: type[models.Model]) -> None:
     change.models.add(model)
 
 
-ConfiguredT = TypeVar("ConfiguredT", bound="Configured")
+ModelT = TypeVar("ModelT", bound=models.Model)
 
 
-class ConfiguredQuerySet(models.QuerySet[ConfiguredT]):
+class ConfiguredQuerySet(models.QuerySet[ModelT]):
     """Writes through a query are changes too."""
 
     def update(self, **values: Any) -> int:
@@ -116,7 +116,7 @@ class ConfiguredQuerySet(models.QuerySet[ConfiguredT]):
                 note(self.model)
         return deleted
 
-    def bulk_create(self, objs: Iterable[ConfiguredT], *args: Any, **kwargs: Any) -> list[ConfiguredT]:
+    def bulk_create(self, objs: Iterable[ModelT], *args: Any, **kwargs: Any) -> list[ModelT]:
         with one_change():
             created = super().bulk_create(objs, *args, **kwargs)
             if created:
@@ -142,10 +142,6 @@ class Configured(models.Model):
             deleted = super().delete(*args, **kwargs)
             note(type(self))
         return deleted
-
-    def refreshed(self) -> Self:
-        """The row as it is in the database now."""
-        return type(self)._default_manager.get(pk=self.pk)
 
 
 class ProcessHeartbeat(models.Model):

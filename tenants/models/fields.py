@@ -12,7 +12,7 @@ DECIMALS = 10
 UNIT = Decimal(1).scaleb(-DECIMALS)
 
 if TYPE_CHECKING:
-    _MoneyBase = models.BigIntegerField[Decimal, Decimal]
+    _MoneyBase = models.BigIntegerField[Decimal | None, Decimal | None]
 else:
     _MoneyBase = models.BigIntegerField
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from django.core.exceptions import ValidationError
 from django.core.validators import MaxValueValidator, MinValueValidator, RegexValidator
@@ -30,10 +32,12 @@ def below_one(value: float) -> None:
         raise ValidationError("Enter a number below 1.")
 
 
-SHARE = [finite, MinValueValidator(0.0), MaxValueValidator(1.0)]
-PART = [finite, MinValueValidator(0.0), below_one]
-OBJECTIVE = [finite, above_zero, below_one]
-SECONDS = [finite, above_zero]
+Validator = Callable[[Any], None]
+
+SHARE: list[Validator] = [finite, MinValueValidator(0.0), MaxValueValidator(1.0)]
+PART: list[Validator] = [finite, MinValueValidator(0.0), below_one]
+OBJECTIVE: list[Validator] = [finite, above_zero, below_one]
+SECONDS: list[Validator] = [finite, above_zero]
 
 
 class Tier(Configured):

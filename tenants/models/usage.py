@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
-
 from django.db import models
 
 from .append_only import AppendOnly
@@ -52,7 +50,7 @@ class UsageRecord(AppendOnly):
     miss_reason = models.CharField(max_length=64, default="", blank=True)
     policy_version = models.PositiveBigIntegerField(default=0)
     price = models.ForeignKey(Price, on_delete=models.PROTECT, related_name="+", null=True, blank=True)
-    charge: models.Field[Decimal | None, Decimal | None] = MoneyField(null=True, blank=True)
+    charge = MoneyField(null=True, blank=True)
     currency = models.CharField(max_length=3, default="", blank=True)
     epoch = models.PositiveBigIntegerField(default=0)
 
