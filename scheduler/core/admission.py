@@ -49,9 +49,7 @@ class Window:
             self.total -= self.slots.popleft()[1]
 
     def add(self, slot: int, amount: int) -> None:
-        """Count `amount` (may be negative, to correct an earlier one) in `slot`; a slot that has left is ignored."""
-        if self.slots and slot < self.slots[0][0] and amount < 0:
-            return
+        """Count `amount` in `slot`. A negative one corrects what was counted there; if that has left, nothing happens."""
         for entry in reversed(self.slots):
             if entry[0] == slot:
                 entry[1] += amount

@@ -56,7 +56,7 @@ class Batcher:
         self._max_batch = max_batch
         self._blocks = 0
         for flight in self._running.values():
-            flight.blocks = capacity.blocks(flight.request.prompt_tokens + flight.tokens)
+            flight.blocks = capacity.blocks(flight.request.prompt_tokens + max(flight.tokens, 1))
             self._blocks += flight.blocks
 
     def never_fits(self, request: Request) -> Reason | None:
