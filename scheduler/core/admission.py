@@ -49,7 +49,7 @@ class Window:
             self.total -= self.slots.popleft()[1]
 
     def add(self, slot: int, amount: int) -> None:
-        """Count `amount` in `slot`. A negative one corrects what was counted there; if that has left, nothing happens."""
+        """Count `amount` in `slot`; a negative one corrects what was counted there, if it has not left."""
         for entry in reversed(self.slots):
             if entry[0] == slot:
                 entry[1] += amount
