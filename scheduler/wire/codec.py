@@ -7,9 +7,11 @@ a puzzling decoding error. The length is checked before anything is buffered.
 
 Errors:
 
-    CodecError                what was received is not a message; the connection cannot go on
-    ├── FrameTooLargeError    also raised by `encode_into` for a message that must not be sent
-    └── VersionError          the peer speaks another PROTOCOL
+    WireError
+    ├── MessageTooLargeError  a message of ours that must not be sent
+    ├── CodecError            what was received is not a message; the connection cannot go on
+    │   └── VersionError      the peer speaks another PROTOCOL
+    └── AddressError          `transport.py`: an address that cannot be listened on or reached as asked
 """
 
 from __future__ import annotations
@@ -26,14 +28,18 @@ HEADER_SIZE = _HEADER.size
 _VERSION_SIZE = 1  # the version byte is counted by the length
 
 
-class CodecError(Exception):
-    """The bytes are not a message of ours."""
+class WireError(Exception):
+    """Root of what the wire raises."""
 
 
-class FrameTooLargeError(CodecError):
+class MessageTooLargeError(WireError):
     def __init__(self, size: int) -> None:
-        super().__init__(f"A frame of {size} bytes is over the limit of {MAX_FRAME}.")
+        super().__init__(f"A message of {size} bytes is over the limit of {MAX_FRAME}.")
         self.size = size
+
+
+class CodecError(WireError):
+    """The bytes are not a message of ours."""
 
 
 class VersionError(CodecError):
@@ -47,13 +53,19 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 
 def encode_into(message: AnyMessage, buffer: bytearray) -> None:
-    """Append the frame of `message` to `buffer`. Raises FrameTooLargeError and leaves the buffer as it was."""
+    """Append the frame of `message` to `buffer`.
+
+    Raises MessageTooLargeError, or TypeError for a value that msgpack has no form for; the buffer is then as it was.
+    """
     start = len(buffer)
-    _encoder.encode_into(message, buffer, start + HEADER_SIZE)
-    size = len(buffer) - start - HEADER_SIZE + _VERSION_SIZE
-    if size > MAX_FRAME:
-        del buffer[start:]
-        raise FrameTooLargeError(size)
+    try:
+        _encoder.encode_into(message, buffer, start + HEADER_SIZE)
+        size = len(buffer) - start - HEADER_SIZE + _VERSION_SIZE
+        if size > MAX_FRAME:
+            raise MessageTooLargeError(size)
+    except BaseException:
+        del buffer[start:]  # frames before this one are good and must stay readable
+        raise
     _HEADER.pack_into(buffer, start, size, PROTOCOL)
 
 
@@ -91,7 +103,7 @@ class FrameDecoder:
         if version != PROTOCOL:
             raise VersionError(version)
         if size > MAX_FRAME:
-            raise FrameTooLargeError(size)
+            raise CodecError(f"A frame of {size} bytes is over the limit of {MAX_FRAME}.")
         return start + HEADER_SIZE - _VERSION_SIZE + int(size)
 
 
