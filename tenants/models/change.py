@@ -124,10 +124,13 @@ class ConfiguredQuerySet(models.QuerySet[ModelT]):
         return created
 
 
+ConfiguredManager = models.Manager.from_queryset(ConfiguredQuerySet)
+
+
 class Configured(models.Model):
     """Base of configuration: saving and deleting is a change (see `one_change`)."""
 
-    objects = ConfiguredQuerySet.as_manager()
+    objects = ConfiguredManager()
 
     class Meta:
         abstract = True
