@@ -31,7 +31,7 @@ class Env:
     allowed_hosts: tuple[str, ...]
     trusted_proxies: tuple[str, ...]
     csrf_trusted_origins: tuple[str, ...]
-    engine: str
+    engine: str | None  # engine of the seeded demo deployment; None: not said
     model: str | None
     log_level: str
     debug: bool
@@ -72,12 +72,17 @@ def read(environ: Mapping[str, str] | None = None) -> Env:
         allowed_hosts=_list(env.get("HARNESS_ALLOWED_HOSTS") or "127.0.0.1,localhost,[::1]"),
         trusted_proxies=_list(env.get("HARNESS_TRUSTED_PROXIES", "")),
         csrf_trusted_origins=_list(env.get("HARNESS_CSRF_TRUSTED_ORIGINS", "")),
-        engine=env.get("HARNESS_ENGINE") or "vllm",
+        engine=env.get("HARNESS_ENGINE") or None,
         model=env.get("HARNESS_MODEL") or None,
         log_level=level,
         debug=_flag("HARNESS_DEBUG", env.get("HARNESS_DEBUG", "")),
         process=env.get("HARNESS_PROCESS") or f"pid-{os.getpid()}",
     )
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """This process' environment with `changes`, for a process that it starts."""
+    return {**os.environ, **changes}
 
 
 def secret_file(path: Path, size: int = 32) -> bytes:

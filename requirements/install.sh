@@ -47,8 +47,8 @@ find_python() {
 pip_install() {
     local status=0
     "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input --progress-bar off --retries 2 "$@" 2>&1 |
-        tee "$LOG" | { grep --line-buffered -E '^ *(Downloading|Building|Installing|Successfully|ERROR)' || true; } |
-        cut -c 1-110 || status=$?
+        tee "$LOG" | sed -unE '/^ *(Downloading|Building|Installing|Successfully|ERROR)/{s/^(.{110}).*/\1/;p}' ||
+        status=$?
     [ "$status" = 0 ] && return
     if grep -q 'No space left on device' "$LOG"; then
         fail "the disk is full: the environment needs 4 GB under $PWD/$VENV; free some and run make setup again."
