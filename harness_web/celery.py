@@ -1,0 +1,65 @@
+"""The Celery application: `celery -A harness_web worker` and `beat`.
+
+Celery only carries messages; the database is the truth for every job. With Redis the messages go through it, without
+it through folders in the data directory (kombu's filesystem transport), whose paths are absolute because worker and
+beat may be started from anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "harness_web.settings")
+
+from django.conf import settings
+
+HEARTBEAT = 10.0  # seconds between two beats of the task worker in `ProcessHeartbeat`
+
+
+def folder_transport(root: Path) -> dict[str, Any]:
+    """Settings of a broker that lives in folders under `root`; the folders are made."""
+    messages = root / "messages"
+    control = root / "control"
+    for folder in (messages, control):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return {
+        "broker_url": "filesystem://",
+        # One folder both ways: what beat puts in, the worker takes out.
+        "broker_transport_options": {
+            "data_folder_in": str(messages),
+            "data_folder_out": str(messages),
+            "control_folder": str(control),
+        },
+    }
+
+
+def configuration(data_dir: Path, redis_url: str | None) -> dict[str, Any]:
+    """The Celery settings for this data directory and, if there is one, this Redis."""
+    root = data_dir / "celery"
+    broker = {"broker_url": redis_url} if redis_url else folder_transport(root)
+    return {
+        **broker,
+        "broker_connection_retry_on_startup": True,
+        "task_ignore_result": True,  # results are rows of the database
+        "task_acks_late": True,
+        "task_serializer": "json",
+        "accept_content": ["json"],
+        "worker_hijack_root_logger": False,
+        "worker_prefetch_multiplier": 1,
+        "worker_send_task_events": False,
+        "enable_utc": True,
+        "beat_schedule_filename": str(root / "beat-schedule"),
+        "beat_schedule": {
+            "heartbeat": {"task": "tenants.tasks.heartbeat", "schedule": HEARTBEAT, "options": {"expires": HEARTBEAT}},
+            "forget-silent-processes": {"task": "tenants.tasks.forget_silent_processes", "schedule": 3600.0},
+        },
+    }
+
+
+app = Celery("harness_web")
+app.conf.update(configuration(settings.HARNESS_DATA_DIR, settings.HARNESS_REDIS_URL))
+app.autodiscover_tasks()
