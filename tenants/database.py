@@ -1,0 +1,46 @@
+"""Database calls beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from django.db import DatabaseError, InterfaceError, connections
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# What a database that is away raises. OperationalError is a DatabaseError.
+DatabaseAway = (DatabaseError, InterfaceError, OSError)
+
+
+class DatabaseThread:
+    """One thread with one connection. A call that fails closes the connection, so that the next one starts afresh."""
+
+    def __init__(self, name: str) -> None:
+        self._closed = False
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"database-{name}")
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`function(*args)` on the thread. Raises what it raises; a database that is away raises `DatabaseAway`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, partial(_closing_on_error, function, *args, **kwargs))
+
+    async def aclose(self) -> None:
+        """Wait for the call in progress, close the connection and end the thread. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.get_running_loop().run_in_executor(self._executor, connections.close_all)
+        self._executor.shutdown()
+
+
+def _closing_on_error(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    try:
+        return function(*args, **kwargs)
+    except DatabaseAway:
+        connections.close_all()
+        raise
