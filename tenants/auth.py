@@ -5,10 +5,10 @@ older state is read again before it is used, and no read that began before a cha
 database is away, known keys go on until the poller has been out of touch for `lease` seconds.
 
     AuthError
-    ├── InvalidKey       malformed, unknown, wrong, revoked, expired: the caller cannot tell which (401)
-    ├── AddressRefused   a valid key from an address it does not allow (403)
-    ├── TenantSuspended  a valid key of a suspended tenant (403)
-    └── AuthUnavailable  the database is away and the key is not known here (503)
+    ├── InvalidKeyError       malformed, unknown, wrong, revoked, expired: the caller cannot tell which (401)
+    ├── AddressRefusedError   a valid key from an address it does not allow (403)
+    ├── TenantSuspendedError  a valid key of a suspended tenant (403)
+    └── AuthUnavailableError  the database is away and the key is not known here (503)
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ class AuthError(Exception):
     """Root of what authentication raises. Messages hold nothing of the token."""
 
 
-class InvalidKey(AuthError):
+class InvalidKeyError(AuthError):
     def __init__(self) -> None:
         super().__init__("Incorrect API key provided.")
 
 
-class AddressRefused(AuthError):
+class AddressRefusedError(AuthError):
     def __init__(self) -> None:
         super().__init__("This API key may not be used from this address.")
 
 
-class TenantSuspended(AuthError):
+class TenantSuspendedError(AuthError):
     def __init__(self) -> None:
         super().__init__("This account is suspended. Contact your provider.")
 
 
-class AuthUnavailable(AuthError):
+class AuthUnavailableError(AuthError):
     def __init__(self) -> None:
         super().__init__("API keys cannot be checked right now. Try again shortly.")
 
@@ -181,7 +181,7 @@ class Authenticator:
         """The principal of `token`. Raises an AuthError. `client_ip` None means that it is not known."""
         parsed = keys.parse(token)
         if parsed is None:
-            raise InvalidKey
+            raise InvalidKeyError
         now = self._clock()
         entry = self._known.get(parsed.lookup)
         if entry is None or entry.principal.version < self._version or now - self._fresh_at() > self._lease:
@@ -214,14 +214,14 @@ class Authenticator:
     def _admit(self, entry: _Entry | None, token: str, client_ip: str | None, now: float) -> Principal:
         """The checks that need no database, in an order that tells a stranger nothing."""
         if entry is None or not _proves(entry, token):
-            raise InvalidKey
+            raise InvalidKeyError
         principal = entry.principal
         if principal.expires_at is not None and self._wall() >= principal.expires_at:
-            raise InvalidKey
+            raise InvalidKeyError
         if entry.suspended:
-            raise TenantSuspended
+            raise TenantSuspendedError
         if entry.networks and not _within(entry.networks, client_ip):
-            raise AddressRefused
+            raise AddressRefusedError
         if now - self._used_at.get(principal.key_id, float("-inf")) >= USED_SECONDS:
             self._note_used(principal.key_id, now)
         return principal
@@ -233,7 +233,7 @@ class Authenticator:
         read = self._reads.get(lookup)
         if read is None:
             if len(self._reads) >= MAX_READS:
-                raise AuthUnavailable
+                raise AuthUnavailableError
             read = self._reads[lookup] = asyncio.create_task(self._read(lookup), name="key-read")
             read.add_done_callback(lambda done: self._end_read(lookup, done))
         try:
@@ -243,7 +243,7 @@ class Authenticator:
             known = self._known.get(lookup)
             if known is not None and self._clock() - self._fresh_at() <= self._lease:
                 return known
-            raise AuthUnavailable from error
+            raise AuthUnavailableError from error
 
     async def _read(self, lookup: str) -> _Entry | None:
         """Read and remember. A read overtaken by a change is thrown away and done again."""

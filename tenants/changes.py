@@ -65,9 +65,13 @@ def forget_silent() -> None:
 
 
 def behind(version: int) -> list[str]:
-    """Names of the running processes that do not yet act on `version`."""
+    """Names of the running processes that do not yet act on `version`.
+
+    Task workers are never behind: they keep nothing in memory, each job reads the database.
+    """
     alive_since = timezone.now() - timedelta(seconds=SILENT_SECONDS)
     lagging = ProcessHeartbeat.objects.filter(beat_at__gte=alive_since, seen_version__lt=version)
+    lagging = lagging.exclude(kind=ProcessHeartbeat.Kind.TASKS)
     return list(lagging.order_by("name").values_list("name", flat=True))
 
 
