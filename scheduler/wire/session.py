@@ -39,7 +39,7 @@ HandlerFactory = Callable[[Connection, Hello], Handler]
 
 async def dial(
     address: Address, handler: WelcomedHandler, *, transport: Transport, clock: Clock, name: str, role: str
-) -> None:
+) -> Connection:
     """Connect as `name` and say Hello; what follows goes to `handler`, whose `on_closed` then always comes.
 
     Raises OSError or WireError when there is no connection; `handler` is then not called.
@@ -55,26 +55,29 @@ async def dial(
             outbox=REQUEST_OUTBOX,
         ),
     )
+    return caller.connection
 
 
 class _Caller:
     """The dialling side until it is welcomed."""
+
+    connection: Connection  # from `open` on
 
     def __init__(self, handler: WelcomedHandler, hello: Hello) -> None:
         self._handler = handler
         self._hello = hello
 
     def open(self, connection: Connection) -> None:
-        self._connection = connection
+        self.connection = connection
         connection.send(self._hello)
 
     def greeted(self, message: AnyMessage) -> None:
         if isinstance(message, Welcome):
-            self._connection.on_message = self._handler.on_message
-            self._handler.on_welcome(self._connection, message)
+            self.connection.on_message = self._handler.on_message
+            self._handler.on_welcome(self.connection, message)
         else:
             said = message.reason if isinstance(message, Goodbye) else f"it said {type(message).__name__}"
-            self._connection.close(f"not welcome: {said}")
+            self.connection.close(f"not welcome: {said}")
 
 
 async def serve(
