@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from celery import Celery
+from celery.signals import setup_logging
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "harness_web.settings")
 
@@ -58,6 +59,12 @@ def configuration(data_dir: Path, redis_url: str | None) -> dict[str, Any]:
             "forget-silent-processes": {"task": "tenants.tasks.forget_silent_processes", "schedule": 3600.0},
         },
     }
+
+
+
+@setup_logging.connect  # type: ignore[untyped-decorator]
+def keep_logging(**_: object) -> None:
+    """Logging is configured by the settings, like that of every process; Celery adds nothing of its own."""
 
 
 app = Celery("harness_web")
