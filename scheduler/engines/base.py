@@ -76,9 +76,13 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A validated conversation: dicts with `role` and `content`, as the OpenAI wire names them."""
+    """A validated conversation: dicts with `role` and `content`, as the OpenAI wire names them.
+
+    `simulate` is the request's field of that name, so that `render` refuses a bad one before anything is queued.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
+    simulate: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,319 @@
+"""The asynchronous engine around the step machine: streams, the step loop, and how it dies.
+
+Under the real clock a step takes its cost, under a manual clock the engine is a discrete-event simulation. A step
+that costs nothing still yields to the loop once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from scheduler.clock import Clock
+from scheduler.core.types import StepReport
+from scheduler.engines.base import (
+    ChatPrompt,
+    Delta,
+    EngineDeadError,
+    EngineError,
+    EngineEvent,
+    EngineLimits,
+    EngineRequest,
+    EngineStartError,
+    Finished,
+    FinishReason,
+    PromptError,
+    PromptTooLongError,
+    Rendered,
+    RequestFailedError,
+    Sampling,
+    StepListener,
+)
+from scheduler.engines.simulated.machine import End, Machine, Sequence, StepResult
+from scheduler.engines.simulated.options import Options, parse_options
+from scheduler.engines.simulated.record import Record, record_path
+from scheduler.engines.simulated.script import (
+    VOCABULARY,
+    Answer,
+    Teller,
+    Usage,
+    compose,
+    parse_simulate,
+    token_ids,
+)
+
+LARGE_PROMPT = 100_000  # bytes of prompt from which on rendering goes to a thread
+CATCH_UP = 0.02  # seconds: timers that fire late are made up for by shorter sleeps, up to this much
+
+_FATAL: dict[End, tuple[str, Exception | None]] = {
+    End.CRASH: ("The engine crashed, as a request had asked.", None),
+    End.OOM: ("The engine ran out of memory, as a request had asked.", MemoryError("out of KV memory")),
+}
+_FINISH = {End.STOP: FinishReason.STOP, End.LENGTH: FinishReason.LENGTH}
+
+
+class _Stream:
+    """One open `generate` call. `put` ends it with an error or, after an abort, with None."""
+
+    def __init__(self, rendered: Rendered, answer: Answer, usage: Usage) -> None:
+        self.teller = Teller(answer)
+        self._prompt_tokens = rendered.prompt_tokens
+        self._usage = usage
+        # Bounded by max_tokens, which bounds what one request can ever put into it.
+        self._events: asyncio.Queue[EngineEvent | EngineError | None] = asyncio.Queue()
+        self.put = self._events.put_nowait
+        self.get = self._events.get
+
+    def token(self) -> None:
+        self.put(Delta(self.teller.next(), self.teller.tokens))
+
+    def finish(self, reason: FinishReason) -> None:
+        """The end, with the numbers that the request wants misreported, if any."""
+        usage = self._usage
+        self.put(
+            Finished(
+                reason,
+                self._prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens,
+                self.teller.tokens if usage.completion_tokens is None else usage.completion_tokens,
+                usage.cached_tokens or 0,
+                self.teller.rest(),
+            )
+        )
+
+
+class SimulatedEngine:
+    """An `Engine` (`scheduler/engines/base.py`). `epoch`: Unix seconds at the clock's zero, for the record."""
+
+    def __init__(
+        self, model: str, options: Options, *, clock: Clock, on_step: StepListener, data_dir: Path, epoch: float = 0.0
+    ) -> None:
+        self._model = model
+        self._options = options
+        self._capacity = options.capacity
+        self._machine = Machine(self._capacity, options.cost)
+        self._clock = clock
+        self._on_step = on_step
+        self._record_path = record_path(data_dir, model)
+        self._epoch = epoch
+        self._record: Record | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._work = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._dead: str | None = "The engine has not been started."
+        self._late = 0.0  # seconds by which the last step, if the next one follows at once, took too long
+
+    # --- the Engine protocol ------------------------------------------------------------------------------------
+
+    async def start(self) -> EngineLimits:
+        if self._task is not None:
+            raise EngineStartError("The engine was started before.", hint="Build a new one.")
+        if self._options.start_seconds:
+            await self._clock.sleep(self._options.start_seconds)
+        try:
+            self._record = Record(self._record_path, self._model, self._now())
+        except OSError as error:
+            raise EngineStartError(
+                f"The record {self._record_path} cannot be written: {error.strerror}.",
+                hint="Make the data directory writable.",
+            ) from error
+        self._dead = None
+        self._task = asyncio.create_task(self._run(), name=f"simulated engine {self._model}")
+        return EngineLimits(self._capacity, VOCABULARY)
+
+    async def render(self, prompt: ChatPrompt, sampling: Sampling) -> Rendered:
+        parse_simulate(prompt.simulate)
+        if any(not 0 <= token < VOCABULARY for token in sampling.logit_bias):
+            raise PromptError(f"Token ids of this model are below {VOCABULARY}.", param="logit_bias")
+        large = sum(len(str(message.get("content"))) for message in prompt.messages) > LARGE_PROMPT
+        tokens = await asyncio.to_thread(token_ids, prompt) if large else token_ids(prompt)
+        room = self._capacity.max_model_len - max(len(tokens), 1)
+        if room < 1:
+            raise PromptTooLongError(len(tokens), self._capacity.max_model_len - 1, param="messages")
+        return Rendered(len(tokens), room, tokens)
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineEvent]:
+        stream = self._admit(request)
+        over = False
+        try:
+            while not over:
+                event = await stream.get()
+                if event is None:
+                    over = True
+                elif isinstance(event, EngineError):
+                    over = True
+                    raise event
+                else:
+                    over = isinstance(event, Finished)
+                    yield event
+        finally:
+            if not over:
+                self._abort(request.id)
+
+    async def abort(self, request_id: str) -> None:
+        self._abort(request_id)
+
+    async def aclose(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._die("The engine has been closed.")
+        if self._record is not None:
+            self._record.close()
+
+    # --- requests in and out ------------------------------------------------------------------------------------
+
+    def _admit(self, request: EngineRequest) -> _Stream:
+        """Check the request and queue it in the machine."""
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
+        simulate = parse_simulate(request.simulate)
+        if request.sampling.max_tokens is None or not 1 <= request.sampling.max_tokens <= request.rendered.room:
+            raise PromptError(f"max_tokens must be 1 to {request.rendered.room}.", param="max_tokens")
+        answer = compose(request.sampling, simulate)
+        sequence = Sequence(
+            id=request.id,
+            prompt_tokens=max(request.rendered.prompt_tokens, 1),  # an empty prompt still takes one step to read
+            target=answer.tokens,
+            end=answer.end,
+            priority=request.priority,
+            arrival=request.arrival,
+            pace=simulate.pace,
+        )
+        try:
+            self._machine.add(sequence)
+        except ValueError as error:
+            raise RequestFailedError(str(error)) from error
+        stream = self._streams[request.id] = _Stream(request.rendered, answer, simulate.usage)
+        self._log.received(request.id, self._now(), self._machine.number)
+        self._work.set()
+        return stream
+
+    def _abort(self, request_id: str) -> None:
+        """Slot and blocks are free, and the stream ends, when the running step ends; at once if none runs."""
+        if request_id not in self._streams:
+            return
+        self._log.aborted(request_id, self._now(), self._machine.number)
+        if self._machine.abort(request_id) is not None:
+            self._close_aborted(request_id)
+            self._log.flush()
+        self._work.set()
+
+    def _close_aborted(self, request_id: str) -> None:
+        self._streams.pop(request_id).put(None)
+        self._log.ended(request_id, self._now(), self._machine.number, "aborted")
+
+    # --- the step loop ------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Step until cancelled or dead."""
+        try:
+            while self._dead is None:
+                begun = self._clock.now()
+                cost = self._machine.begin(begun)
+                if cost is None:
+                    self._late = 0.0
+                    await self._wait_for_work()
+                    continue
+                await self._spend(cost)
+                elapsed = self._clock.now() - begun
+                self._late = min(max(self._late + elapsed - cost, 0.0), CATCH_UP)
+                self._finish_step(begun + elapsed, elapsed)
+        except Exception as error:  # noqa: BLE001 - the engine's own task: whatever ends it must end its streams too
+            self._die(f"The engine failed: {error!r}", error)
+
+    async def _wait_for_work(self) -> None:
+        """Until a request comes or goes, or a paced one has rested."""
+        self._work.clear()
+        ready_at = self._machine.next_ready()
+        waiters: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._work.wait())]
+        if ready_at is not None:
+            waiters.append(asyncio.ensure_future(self._clock.sleep(ready_at - self._clock.now())))
+        try:
+            await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for waiter in waiters:
+                waiter.cancel()
+
+    async def _spend(self, cost: float) -> None:
+        """Let a step's cost pass, less what the step before it was late."""
+        rest = cost - self._late
+        await (self._clock.sleep(rest) if rest > 0 else asyncio.sleep(0))
+
+    def _finish_step(self, now: float, elapsed: float) -> None:
+        producers = list(self._machine.producers())
+        result = self._machine.finish(now)
+        for sequence in result.started:
+            assert sequence.started_at is not None
+            self._log.started(sequence.id, sequence.started_at + self._epoch, result.number)
+        for sequence in producers:
+            self._streams[sequence.id].token()
+        self._log.made((sequence.id for sequence in producers), now + self._epoch, result.number)
+        for sequence in result.freed:
+            self._close_aborted(sequence.id)
+        for sequence in result.ended:
+            self._end(sequence)
+        self._log.flush()
+        self._on_step(self._report(result, now, elapsed))
+
+    def _report(self, result: StepResult, now: float, elapsed: float) -> StepReport:
+        return StepReport(
+            at=now,
+            elapsed=elapsed,
+            prefill_tokens=result.prefill_tokens,
+            decode_seqs=result.decode_seqs,
+            running=len(self._machine.running),
+            waiting=len(self._machine.waiting),
+            kv_usage=self._machine.kv_usage,
+            preemptions=result.preemptions,
+        )
+
+    # --- ends ---------------------------------------------------------------------------------------------------
+
+    def _end(self, sequence: Sequence) -> None:
+        """It has reached its target: answer its stream, or take the whole engine down with it."""
+        if sequence.id not in self._streams:  # the engine died of another one in this step
+            return
+        if sequence.end in _FATAL:
+            self._die(*_FATAL[sequence.end])
+            return
+        stream = self._streams.pop(sequence.id)
+        if sequence.end is End.FAIL:
+            stream.put(RequestFailedError(f"The request failed after {sequence.made} tokens, as it had asked."))
+        else:
+            stream.finish(_FINISH[sequence.end])
+        self._log.ended(sequence.id, self._now(), self._machine.number, sequence.end.value)
+
+    def _die(self, message: str, cause: Exception | None = None) -> None:
+        """Every stream ends with EngineDeadError, and so does every later call. The first cause stays."""
+        self._dead = self._dead or message
+        for request_id, stream in self._streams.items():
+            error = EngineDeadError(message)
+            error.__cause__ = cause
+            stream.put(error)
+            self._log.ended(request_id, self._now(), self._machine.number, "engine_dead")
+        self._streams.clear()
+
+    # --- small things ---------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        """Unix seconds, for the record."""
+        return self._clock.now() + self._epoch
+
+    @property
+    def _log(self) -> Record:
+        assert self._record is not None, "a started engine has a record"
+        return self._record
+
+
+def create(
+    model: str, options: Mapping[str, Any], *, clock: Clock, on_step: StepListener, data_dir: Path
+) -> SimulatedEngine:
+    """Build (not start) the engine of a deployment. EngineStartError names a bad option."""
+    epoch = time.time() - clock.now()
+    return SimulatedEngine(model, parse_options(options), clock=clock, on_step=on_step, data_dir=data_dir, epoch=epoch)
