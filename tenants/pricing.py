@@ -7,10 +7,9 @@ shows them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
 from decimal import ROUND_HALF_EVEN, Context, Decimal
-
-from django.db.models import F, Q
 
 from .models import Price
 from .models.fields import UNIT
@@ -20,18 +19,42 @@ PER_MTOK = Decimal(1_000_000)
 EXACT = Context(prec=60, rounding=ROUND_HALF_EVEN)
 
 
-def price_for(model: str, tier: str, tenant: str, at: datetime) -> Price | None:
-    """The price in force at `at`: the tenant's own (by slug) before its tier's (by name) before everybody's.
+class PriceBook:
+    """Every price, in memory, as of the moment it was loaded."""
 
-    Within each, the one that took effect last. None: the model has no price then.
-    """
-    candidates = Price.objects.filter(
-        Q(tenant__slug=tenant) | Q(tier__name=tier) | Q(tenant__isnull=True, tier__isnull=True),
-        model=model,
-        effective_from__lte=at,
-    )
-    order = (F("tenant").asc(nulls_last=True), F("tier").asc(nulls_last=True), "-effective_from")
-    return candidates.order_by(*order).first()
+    def __init__(self, prices: Iterable[Price]) -> None:
+        self._by_model: dict[str, list[Price]] = {}
+        for price in prices:
+            self._by_model.setdefault(price.model, []).append(price)
+
+    @classmethod
+    def load(cls) -> PriceBook:
+        return cls(Price.objects.select_related("tier"))
+
+    def find(self, model: str, tier: str, tenant_id: str, at: datetime) -> Price | None:
+        """The price in force at `at`: the tenant's own before its tier's (by name) before everybody's.
+
+        Within each, the one that took effect last. None: the model has no price then.
+        """
+        in_force = [price for price in self._by_model.get(model, ()) if price.effective_from <= at]
+        applying = [(rank, price) for price in in_force if (rank := _closeness(price, tier, tenant_id))]
+        if not applying:
+            return None
+        return max(applying, key=lambda found: (found[0], found[1].effective_from))[1]
+
+
+def _closeness(price: Price, tier: str, tenant_id: str) -> int:
+    """3: the tenant's own price, 2: its tier's, 1: everybody's, 0: somebody else's."""
+    if price.tenant_id is not None:
+        return 3 if str(price.tenant_id) == tenant_id else 0
+    if price.tier is not None:
+        return 2 if price.tier.name == tier else 0
+    return 1
+
+
+def price_for(model: str, tier: str, tenant_id: str, at: datetime) -> Price | None:
+    """`PriceBook.find` on the price book as it is now."""
+    return PriceBook.load().find(model, tier, tenant_id, at)
 
 
 def charge(price: Price, prompt: int, cached: int, completion: int) -> Decimal:

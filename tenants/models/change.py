@@ -51,6 +51,12 @@ def bump() -> int:
     return current_version()
 
 
+def lock() -> None:
+    """Make other changes wait until this transaction ends. For those that decide by what they read."""
+    Change.objects.bulk_create([Change(pk=ONLY_ROW)], ignore_conflicts=True)
+    Change.objects.select_for_update().get(pk=ONLY_ROW)
+
+
 @dataclass
 class _Open:
     """The change under construction in this thread or task."""
