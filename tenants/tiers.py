@@ -34,12 +34,17 @@ PATHS = {attribute: path for path, attribute in FIELDS.items()}
 
 
 class TierError(Exception):
-    """A tier, or the tiers together, cannot be. `path` names the field in the document's words, like `vip.floor`."""
+    """A tier, or the tiers together, cannot be. `field` is in the documents' words, like `slo.ttft`."""
 
-    def __init__(self, path: str, message: str) -> None:
-        super().__init__(f"{path}: {message}")
-        self.path = path
+    def __init__(self, tier: str, field: str, message: str) -> None:
+        super().__init__(f"{tier}.{field}: {message}")
+        self.tier = tier
+        self.field = field
         self.message = message
+
+    @property
+    def path(self) -> str:
+        return f"{self.tier}.{self.field}"
 
 
 def check_tier(tier: Tier) -> None:
@@ -48,7 +53,7 @@ def check_tier(tier: Tier) -> None:
         tier.clean_fields()
     except ValidationError as error:
         attribute, messages = next(iter(error.message_dict.items()))
-        raise TierError(f"{tier.name}.{PATHS.get(attribute, attribute)}", messages[0]) from error
+        raise TierError(tier.name, PATHS.get(attribute, attribute), messages[0]) from error
 
 
 def check_tiers(tiers: Iterable[Tier]) -> None:
@@ -57,12 +62,12 @@ def check_tiers(tiers: Iterable[Tier]) -> None:
     for tier in tiers:
         check_tier(tier)
     if tiers and not any(tier.weight > 0 for tier in tiers):
-        raise TierError(f"{tiers[0].name}.weight", "At least one tier needs a weight above 0.")
+        raise TierError(tiers[0].name, "weight", "At least one tier needs a weight above 0.")
     # Rounded: 0.1 + 0.2 + 0.7 must count as 1.
     if round(sum(tier.floor for tier in tiers), 9) > 1:
-        raise TierError(f"{tiers[-1].name}.floor", "The floors of all tiers add up to more than 1.")
+        raise TierError(tiers[-1].name, "floor", "The floors of all tiers add up to more than 1.")
     if round(sum(tier.reserved_slots for tier in tiers), 9) >= 1:
-        raise TierError(f"{tiers[-1].name}.reserved_slots", "The reserved slots of all tiers must stay below 1.")
+        raise TierError(tiers[-1].name, "reserved_slots", "The reserved slots of all tiers must stay below 1.")
 
 
 def to_document(tier: Tier) -> dict[str, Any]:
@@ -94,7 +99,7 @@ def assign(tier: Tier, values: Mapping[str, Any], prefix: str = "") -> list[str]
         elif any(known.startswith(f"{path}.") for known in FIELDS) and isinstance(value, Mapping):
             changed += assign(tier, value, f"{path}.")
         else:
-            raise TierError(f"{tier.name}.{path}", "There is no such field.")
+            raise TierError(tier.name, path, "There is no such field.")
     return changed
 
 
@@ -125,4 +130,4 @@ def _typed(tier: Tier, path: str, value: Any) -> Any:
         return value
     if kind == "CharField" and isinstance(value, str):
         return value
-    raise TierError(f"{tier.name}.{path}", f"Expected {EXPECTED[kind]}.")
+    raise TierError(tier.name, path, f"Expected {EXPECTED[kind]}.")

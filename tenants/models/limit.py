@@ -81,7 +81,7 @@ class Limit(Configured):
             ),
             *(
                 models.UniqueConstraint(
-                    fields=[owner, "model", "kind", "period", "currency", "hard"],
+                    fields=[owner, "model", "kind", "period", "currency"],
                     condition=Q(**{f"{owner}__isnull": False}),
                     name=f"limit_once_per_{owner}",
                     violation_error_message="There is such a limit already.",
