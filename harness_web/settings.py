@@ -77,6 +77,7 @@ INSTALLED_APPS = [
     "channels",
     "rest_framework",
     "drf_spectacular",
+    "drf_spectacular_sidecar",
     "django_htmx",
     "allauth",
     "allauth.account",
@@ -129,6 +130,8 @@ if _database["ENGINE"].endswith("sqlite3"):
         "timeout": 30,
         "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA foreign_keys=ON;",
     }
+    # Tests use a file too: threads see the same database, with the locking of the real one.
+    _database["TEST"] = {"NAME": HARNESS_DATA_DIR / "test.sqlite3"}
 DATABASES = {"default": _database}
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
@@ -172,6 +175,27 @@ ACCOUNT_LOGIN_METHODS = {"username"}
 ACCOUNT_SIGNUP_FIELDS = ["username*", "password1*", "password2*"]
 ACCOUNT_EMAIL_VERIFICATION = "none"
 
+# --- management API: keys with scopes, the same error envelope as /v1, documented without loading anything from afar --
+REST_FRAMEWORK = {
+    "DEFAULT_AUTHENTICATION_CLASSES": ["harness_web.api.authentication.KeyAuthentication"],
+    "DEFAULT_PERMISSION_CLASSES": ["tenants.api.permissions.HasScope"],
+    "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
+    "DEFAULT_PARSER_CLASSES": ["rest_framework.parsers.JSONParser"],
+    "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
+    "EXCEPTION_HANDLER": "harness_web.api.errors.answer_exception",
+    "UNAUTHENTICATED_USER": None,
+}
+SPECTACULAR_SETTINGS = {
+    "TITLE": "Harness management API",
+    "VERSION": "1",
+    "SERVE_INCLUDE_SCHEMA": False,
+    "SERVE_AUTHENTICATION": [],
+    "SERVE_PERMISSIONS": ["rest_framework.permissions.AllowAny"],
+    "SWAGGER_UI_DIST": "SIDECAR",
+    "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
+}
+
 # --- logging: see harness_web/logs.py -------------------------------------------------------------------------------
-HARNESS_LOG_LEVEL = ENV.log_level
+LOGGING_CONFIG = "harness_web.logs.configure"
+LOGGING = {"level": ENV.log_level, "process": ENV.process}
 TESTING = "pytest" in sys.modules

@@ -23,5 +23,6 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("accounts/logout/", account.logout, name="account_logout"),
     path("accounts/inactive/", account.account_inactive, name="account_inactive"),
     path("accounts/password/change/", account.password_change, name="account_change_password"),
+    path("api/", include("harness_web.api.urls")),
     path("admin/", admin.site.urls),
 ]

@@ -1,7 +1,8 @@
 """What the web has of the scheduler: submit a request and read its events, ask a question, follow telemetry.
 
 One `Gateway` per web process, one connection per scheduler process, all requests multiplexed over it. The gateway never
-stops reading the wire: the events of a consumer that lags wait in its stream, where texts merge into one.
+stops reading the wire: the events of a consumer that lags wait in its stream, where texts merge into one. The
+scheduling configuration, which is the database's, is passed on here too, so that this is all that the web imports.
 
 Errors:
 
@@ -19,6 +20,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 from scheduler.clock import Clock, RealClock
+from scheduler.config import ConfigConflict, ConfigDocument, ConfigError
+from scheduler.config import current as config_document
+from scheduler.config import update as update_config
 from scheduler.core.types import Reason
 from scheduler.wire.codec import MessageTooLargeError
 from scheduler.wire.link import Epochs, Link, Roster, Wiring, report_death
@@ -48,6 +52,9 @@ __all__ = [
     "Accepted",
     "AskError",
     "Caller",
+    "ConfigConflict",
+    "ConfigDocument",
+    "ConfigError",
     "Delta",
     "Done",
     "Event",
@@ -59,7 +66,9 @@ __all__ = [
     "Refused",
     "SamplingSpec",
     "Submit",
+    "config_document",
     "socket_path",
+    "update_config",
 ]
 
 SCHEDULER_LOST = "scheduler_lost"  # reason of a Failed that the gateway itself makes

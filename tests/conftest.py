@@ -1,7 +1,7 @@
 """What every test stands on: a data directory of its own, no word from the developer's environment, honest skips.
 
 This file is imported before Django's settings are: pytest-django finds no settings module in `pyproject.toml`, and
-sets Django up after the environment below is in place.
+leaves Django alone until the environment below is in place and it is set up here, before test modules are imported.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import django
 import pytest
 
 # Short, because Unix sockets live in it and their paths end at 107 bytes.
@@ -24,6 +25,8 @@ os.environ |= {
     "HARNESS_DATA_DIR": str(DATA_DIR),
     "HARNESS_ENGINE": "simulated",
 }
+
+django.setup()
 
 CHROMIUM = shutil.which("chromium")
 

@@ -1,0 +1,132 @@
+"""What a chat request is answered with: the pieces of a body, and the answer in one piece."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from harness_web.openai.errors import ApiError, unknown_model
+from harness_web.openai.exchange import Exchange
+from harness_web.openai.headers import rate_limits
+from harness_web.openai.schema import ChatRequest
+from scheduler.gateway import Accepted, Delta, Done, Event, Failed, Refused
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+
+
+class BatchInfo(msgspec.Struct):
+    """The decision that admitted the request, and its times in seconds."""
+
+    batch_id: str
+    batch_size: float  # mean number of sequences per step while it ran
+    wait_time: float  # arrival to dispatch
+    compute_time: float  # dispatch to last token
+
+
+class AssistantMessage(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class Choice(msgspec.Struct):
+    message: AssistantMessage
+    finish_reason: str
+    index: int = 0
+    logprobs: None = None
+
+
+class Completion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: tuple[Choice, ...]
+    usage: Usage
+    batch_info: BatchInfo
+    object: str = "chat.completion"
+
+
+def completion_id(exchange: Exchange) -> str:
+    """The same randomness as the request id, so that either finds the other."""
+    return exchange.id.replace("req_", "chatcmpl-", 1)
+
+
+def usage_of(done: Done) -> Usage:
+    return Usage(
+        done.prompt_tokens,
+        done.completion_tokens,
+        done.prompt_tokens + done.completion_tokens,
+        PromptDetails(done.cached_tokens),
+        CompletionDetails(),
+    )
+
+
+def batch_info_of(done: Done) -> BatchInfo:
+    batch = done.batch
+    return BatchInfo(batch.batch_id, batch.batch_size, batch.wait_time, batch.compute_time)
+
+
+def refusal(refused: Refused, model: str) -> ApiError:
+    """A refusal as the caller sees it; `model` is the name that was asked for."""
+    if refused.reason == "model_not_served":
+        return unknown_model(model)
+    limits = tuple(rate_limits(refused.limits))
+    return ApiError(
+        refused.reason, refused.message, param=refused.param, retry_after=refused.retry_after, headers=limits
+    )
+
+
+def failure(failed: Failed) -> ApiError:
+    return ApiError(failed.reason, failed.message)
+
+
+class WholeAnswer:
+    """Gathers the text; headers and body go out with the last event."""
+
+    def __init__(self, exchange: Exchange, chat: ChatRequest) -> None:
+        self._exchange = exchange
+        self._model = chat.model
+        self._created = int(time.time())
+        self._limits: dict[str, float] = {}
+        self._texts: list[str] = []
+
+    async def take(self, event: Event) -> None:
+        """Raises ApiError where the event is the end of a request that failed."""
+        match event:
+            case Delta():
+                self._texts.append(event.text)
+            case Accepted():
+                self._limits = event.limits
+            case Done():
+                body = msgspec.json.encode(self._completion(event))
+                await self._exchange.respond(200, body, headers=rate_limits(self._limits))
+            case Refused():
+                raise refusal(event, self._model)
+            case Failed():
+                raise failure(event)
+
+    def _completion(self, done: Done) -> Completion:
+        text = "".join((*self._texts, done.text))
+        return Completion(
+            completion_id(self._exchange),
+            self._created,
+            self._model,
+            (Choice(AssistantMessage(text), done.finish_reason),),
+            usage_of(done),
+            batch_info_of(done),
+        )
