@@ -1,0 +1,269 @@
+"""What holds for every engine. A subclass named `Test…` gives a fixture `rig` and the hooks, and inherits the tests.
+
+A rig that lives for a whole class must serve no tests but these: the last one closes its engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import pytest
+
+from scheduler.clock import RealClock
+from scheduler.core.types import StepReport
+from scheduler.engines import create_engine
+from scheduler.engines.base import (
+    ChatPrompt,
+    Delta,
+    Engine,
+    EngineDeadError,
+    EngineEvent,
+    EngineLimits,
+    EngineRequest,
+    EngineStartError,
+    Finished,
+    FinishReason,
+    PromptTooLongError,
+    Sampling,
+)
+
+TIMEOUT = 120.0  # seconds after which a condition that should come is a failure
+
+
+class StepLog:
+    """The step reports of an engine; give it to the engine as `on_step`."""
+
+    def __init__(self) -> None:
+        self.reports: list[StepReport] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, report: StepReport) -> None:
+        self.reports.append(report)
+        self._changed.set()
+
+    async def until(self, condition: Callable[[StepReport], bool], since: int = 0) -> StepReport:
+        """The first report at or after index `since` that meets the condition."""
+        async with asyncio.timeout(TIMEOUT):
+            while True:
+                for report in self.reports[since:]:
+                    if condition(report):
+                        return report
+                since = len(self.reports)
+                self._changed.clear()
+                await self._changed.wait()
+
+
+@dataclass
+class Rig:
+    """A started engine, what `start()` said, and its step reports."""
+
+    engine: Engine
+    limits: EngineLimits
+    steps: StepLog
+
+
+@dataclass
+class Transcript:
+    """Everything one request answered."""
+
+    deltas: list[Delta]
+    finished: Finished
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas) + self.finished.text
+
+
+class EngineContract:
+    """See the module text."""
+
+    name: ClassVar[str]  # in scheduler.engines.ENGINES
+    options: ClassVar[dict[str, Any]] = {}  # valid options for building one
+    abort_lag: ClassVar[int] = 1  # step reports after an abort that may still count the aborted request
+
+    def make_prompt(self, words: int) -> ChatPrompt:
+        """A prompt of at least so many tokens."""
+        raise NotImplementedError
+
+    async def multibyte_request(self, engine: Engine) -> EngineRequest:
+        """A request whose answer has characters outside ASCII."""
+        raise NotImplementedError
+
+    # --- helpers ------------------------------------------------------------------------------------------------
+
+    async def request(
+        self, engine: Engine, request_id: str, *, words: int = 8, max_tokens: int = 16, priority: int = 0, **more: Any
+    ) -> EngineRequest:
+        """A greedy request that goes on until `max_tokens` unless a stop string ends it."""
+        sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **more)
+        rendered = await engine.render(self.make_prompt(words), sampling)
+        return EngineRequest(request_id, rendered, sampling, priority, arrival=0.0)
+
+    async def transcript(self, engine: Engine, request: EngineRequest) -> Transcript:
+        """Run a request to its end and hold it to the order of events."""
+        async with asyncio.timeout(TIMEOUT):
+            events = [event async for event in engine.generate(request)]
+        *deltas, finished = events
+        assert isinstance(finished, Finished)
+        assert all(isinstance(delta, Delta) for delta in deltas)
+        return Transcript(cast("list[Delta]", deltas), finished)
+
+    @asynccontextmanager
+    async def stream(self, engine: Engine, request: EngineRequest) -> AsyncIterator[AsyncGenerator[EngineEvent, None]]:
+        """An open stream that has answered its first event; leaving closes it."""
+        async with aclosing(cast("AsyncGenerator[EngineEvent, None]", engine.generate(request))) as events:
+            async with asyncio.timeout(TIMEOUT):
+                await anext(events)
+            yield events
+
+    # --- start and render ---------------------------------------------------------------------------------------
+
+    async def test_start_answers_what_the_engine_can_hold(self, rig: Rig) -> None:
+        capacity = rig.limits.capacity
+        assert capacity.max_seqs >= 2
+        assert capacity.step_tokens >= capacity.max_seqs
+        assert capacity.block_size >= 1
+        assert 1 < capacity.max_model_len <= capacity.kv_tokens
+        assert rig.limits.vocab_size > 1
+
+    async def test_render_counts_the_tokens_that_the_engine_reports(self, rig: Rig) -> None:
+        request = await self.request(rig.engine, "counted", words=13)
+        answer = await self.transcript(rig.engine, request)
+        assert answer.finished.prompt_tokens == request.rendered.prompt_tokens
+        assert request.rendered.prompt_tokens >= 13
+        assert 0 < request.rendered.room <= rig.limits.capacity.max_model_len - request.rendered.prompt_tokens
+
+    async def test_render_refuses_a_prompt_that_leaves_no_room(self, rig: Rig) -> None:
+        limit = rig.limits.capacity.max_model_len
+        with pytest.raises(PromptTooLongError) as refused:
+            await rig.engine.render(self.make_prompt(limit), Sampling(max_tokens=1))
+        assert refused.value.tokens >= limit
+        assert refused.value.tokens > refused.value.limit > 0
+        assert refused.value.param == "messages"
+
+    # --- an answer ----------------------------------------------------------------------------------------------
+
+    async def test_deltas_count_up_to_the_tokens_of_the_end(self, rig: Rig) -> None:
+        answer = await self.transcript(rig.engine, await self.request(rig.engine, "counting", max_tokens=20))
+        counts = [delta.tokens for delta in answer.deltas]
+        assert counts == sorted(set(counts))
+        assert counts[0] >= 1
+        assert counts[-1] == answer.finished.completion_tokens == 20
+
+    async def test_max_tokens_ends_an_answer(self, rig: Rig) -> None:
+        for max_tokens in (1, 2, 7):
+            request = await self.request(rig.engine, f"limited-{max_tokens}", max_tokens=max_tokens)
+            answer = await self.transcript(rig.engine, request)
+            assert answer.finished.completion_tokens == max_tokens
+            assert answer.finished.reason is FinishReason.LENGTH
+
+    async def test_a_stop_string_ends_an_answer_and_is_not_shown(self, rig: Rig) -> None:
+        whole = (await self.transcript(rig.engine, await self.request(rig.engine, "whole", max_tokens=24))).text
+        middle = len(whole) // 2
+        for length in (1, 5, 9):
+            stop = whole[middle : middle + length]
+            request = await self.request(rig.engine, f"stopped-{length}", max_tokens=24, stop=(stop,))
+            answer = await self.transcript(rig.engine, request)
+            assert answer.text == whole[: whole.index(stop)]
+            assert answer.finished.reason is FinishReason.STOP
+            assert 0 < answer.finished.completion_tokens <= 24
+            assert answer.deltas[-1].tokens == answer.finished.completion_tokens
+
+    async def test_characters_are_never_split(self, rig: Rig) -> None:
+        answer = await self.transcript(rig.engine, await self.multibyte_request(rig.engine))
+        assert not answer.text.isascii()
+        assert not any("\ufffd" in delta.text for delta in answer.deltas)
+
+    # --- many at once -------------------------------------------------------------------------------------------
+
+    async def test_requests_at_the_same_time_share_steps(self, rig: Rig) -> None:
+        many = min(rig.limits.capacity.max_seqs, 4)
+        requests = [await self.request(rig.engine, f"shared-{index}", max_tokens=24) for index in range(many)]
+        since = len(rig.steps.reports)
+        answers = await asyncio.gather(*(self.transcript(rig.engine, request) for request in requests))
+        assert [answer.finished.completion_tokens for answer in answers] == [24] * many
+        reports = rig.steps.reports[since:]
+        assert max(report.decode_seqs for report in reports) == many
+        assert len(reports) < many * 24
+
+    async def test_a_full_engine_takes_the_best_priority_next(self, rig: Rig) -> None:
+        order: list[str] = []
+
+        async def note_first_token(request: EngineRequest) -> None:
+            async with self.stream(rig.engine, request):
+                order.append(request.id)
+
+        async with AsyncExitStack() as stack:
+            seats = []
+            for index in range(rig.limits.capacity.max_seqs):
+                request = await self.request(rig.engine, f"seated-{index}", max_tokens=200)
+                seats.append(await stack.enter_async_context(self.stream(rig.engine, request)))
+            low = await self.request(rig.engine, "low", max_tokens=2, priority=9)
+            high = await self.request(rig.engine, "high", max_tokens=2, priority=1)
+            since = len(rig.steps.reports)
+            waiters = [asyncio.create_task(note_first_token(request)) for request in (low, high)]
+            await rig.steps.until(lambda report: report.waiting == 2, since)
+            await seats[0].aclose()
+            async with asyncio.timeout(TIMEOUT):
+                await asyncio.gather(*waiters)
+        assert order == ["high", "low"]
+
+    # --- aborts -------------------------------------------------------------------------------------------------
+
+    async def test_closing_the_stream_frees_the_slot(self, rig: Rig) -> None:
+        stays = await self.request(rig.engine, "stays", max_tokens=100)
+        leaves = await self.request(rig.engine, "leaves", max_tokens=100)
+        async with self.stream(rig.engine, stays), self.stream(rig.engine, leaves) as leaving:
+            await rig.steps.until(lambda report: report.running == 2)
+            since = len(rig.steps.reports)
+            await leaving.aclose()
+            await rig.steps.until(lambda report: report.running == 1, since)
+            seen = len(rig.steps.reports)
+            await rig.steps.until(lambda report: True, seen)
+        assert all(report.running <= 1 for report in rig.steps.reports[since + self.abort_lag :])
+
+    async def test_abort_ends_the_stream_without_another_token(self, rig: Rig) -> None:
+        request = await self.request(rig.engine, "aborted", max_tokens=100)
+        async with self.stream(rig.engine, request) as events:
+            await rig.engine.abort("aborted")
+            async with asyncio.timeout(TIMEOUT):
+                rest = [event async for event in events]
+        assert not any(isinstance(event, Finished) for event in rest)
+        assert all(isinstance(event, Delta) and event.tokens < 100 for event in rest)
+
+    async def test_abort_ignores_what_it_does_not_know(self, rig: Rig) -> None:
+        await rig.engine.abort("never-seen")
+        request = await self.request(rig.engine, "ended", max_tokens=2)
+        await self.transcript(rig.engine, request)
+        await rig.engine.abort("ended")
+
+    # --- building and closing -----------------------------------------------------------------------------------
+
+    async def test_an_unknown_option_is_refused_by_name(self, tmp_path: Path) -> None:
+        with pytest.raises(EngineStartError, match="no_such_option"):
+            create_engine(
+                self.name,
+                "refused",
+                {**self.options, "no_such_option": 1},
+                clock=RealClock(),
+                on_step=StepLog(),
+                data_dir=tmp_path,
+            )
+
+    async def test_the_end_of_the_engine_ends_streams_and_refuses_new_ones(self, rig: Rig) -> None:
+        last = await self.request(rig.engine, "last", max_tokens=200)
+        late = await self.request(rig.engine, "late")
+        async with self.stream(rig.engine, last) as events:
+            await rig.engine.aclose()
+            await rig.engine.aclose()
+            with pytest.raises(EngineDeadError):
+                async with asyncio.timeout(TIMEOUT):
+                    async for _ in events:
+                        pass
+        with pytest.raises(EngineDeadError):
+            await self.transcript(rig.engine, late)
