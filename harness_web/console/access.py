@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import wraps
 from importlib import import_module
-from typing import Any, Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec
 
 from django.conf import settings
 from django.contrib.auth import get_user
@@ -21,9 +21,9 @@ P = ParamSpec("P")
 View = Callable[Concatenate[HttpRequest, P], HttpResponse]
 
 
-def is_operator(user: User | AnonymousUser | Any) -> bool:
+def is_operator(user: User | AnonymousUser) -> bool:
     """Whether `user` runs this installation: an active superuser, or a member with the role operator."""
-    if not user.is_authenticated or not user.is_active:
+    if isinstance(user, AnonymousUser) or not user.is_active:
         return False
     return user.is_superuser or Membership.objects.filter(user=user, role=Membership.Role.OPERATOR).exists()
 
