@@ -75,6 +75,7 @@ class Link(ABC):
         self._role = role
         self._wiring = wiring
         self._over = asyncio.Event()
+        self._said = ""
 
     async def keep(self) -> None:
         """Connect again and again until cancelled: at once after one that lasted, else with back-off."""
@@ -84,8 +85,14 @@ class Link(ABC):
             reason = await self._attempt()
             lasted = clock.now() - began >= RETRY_CAP  # retrying at once cannot become a storm
             delay = 0.0 if lasted else min(RETRY_CAP, max(RETRY_FIRST, 2 * delay))
-            log.debug("wire_link_down", address=str(self.address), reason=reason, retry_in=delay)
+            self._say_why_down(reason)
             await clock.sleep(delay * self._wiring.jitter.uniform(0.5, 1.0))
+
+    def _say_why_down(self, reason: str) -> None:
+        """Once for each reason in a row: a process that is away for an hour is one line."""
+        if reason != self._said:
+            self._said = reason
+            log.info("wire_link_down", address=str(self.address), scheduler=self.scheduler, reason=reason)
 
     async def _attempt(self) -> str:
         """One connection from its beginning to its end; the reason of the end."""
@@ -117,14 +124,13 @@ class Link(ABC):
             return
         self.connection = connection
         self.scheduler, self.epoch, self.models = welcome.scheduler, welcome.epoch, welcome.models
+        self._said = ""
         log.info("wire_link_up", address=str(self.address), scheduler=self.scheduler, epoch=self.epoch)
 
     @abstractmethod
     def on_message(self, message: AnyMessage) -> None: ...
 
     def on_closed(self, reason: str) -> None:
-        if self.connection is not None:
-            log.warning("wire_link_lost", address=str(self.address), scheduler=self.scheduler, reason=reason)
         self.connection = None
         self.models = {}
         self._wiring.epochs.leave(self)

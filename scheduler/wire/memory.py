@@ -73,6 +73,7 @@ class _Pipe(asyncio.Transport):
         self._closing = False
         self._lost = False
         self._scheduled = False
+        self._reading = True
 
     def write(self, data: Any) -> None:
         if self._closing:
@@ -90,7 +91,7 @@ class _Pipe(asyncio.Transport):
 
     def _deliver(self) -> None:
         self._scheduled = False
-        if self.frozen or self._lost:
+        if self.frozen or self._lost or not self.peer._reading:
             return
         data, self._buffer = bytes(self._buffer), bytearray()
         if data and not self.peer.is_closing():
@@ -100,6 +101,13 @@ class _Pipe(asyncio.Transport):
             self.protocol.resume_writing()
         if self._closing:
             self.abort()
+
+    def pause_reading(self) -> None:
+        self._reading = False
+
+    def resume_reading(self) -> None:
+        self._reading = True
+        self.peer.schedule()
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         self._high = self._high if high is None else high
