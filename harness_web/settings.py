@@ -32,6 +32,8 @@ try:
     SECRET_KEY = ENV.secret_key or environment.secret_file(HARNESS_SECRETS_DIR / "django-secret-key").hex()
     # Digests of API keys are keyed by a pepper of their own, by version, so that SECRET_KEY can be rotated freely.
     HARNESS_KEY_PEPPERS = {1: environment.secret_file(HARNESS_SECRETS_DIR / "key-pepper-1")}
+    # Prefix caches are kept apart by tenant with it.
+    HARNESS_CACHE_SALT = environment.secret_file(HARNESS_SECRETS_DIR / "cache-salt")
 except OSError as error:
     raise ImproperlyConfigured(
         f"The data directory {HARNESS_DATA_DIR} cannot be used ({error.strerror or error}). "
