@@ -146,7 +146,7 @@ def write_last_used(used: dict[str, float]) -> None:
     for key_id, at in used.items():
         instant = datetime.fromtimestamp(at, UTC)
         stale = Q(last_used_at__isnull=True) | Q(last_used_at__lte=instant - timedelta(seconds=USED_SECONDS))
-        ApiKey.objects.filter(stale, pk=key_id).touch(last_used_at=instant)
+        ApiKey.objects.get_queryset().filter(stale, pk=key_id).touch(last_used_at=instant)
 
 
 class Authenticator:

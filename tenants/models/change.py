@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from django.db import models, transaction
 from django.db.models import F
@@ -130,13 +130,17 @@ class ConfiguredQuerySet(models.QuerySet[ModelT]):
         return created
 
 
-ConfiguredManager = models.Manager.from_queryset(ConfiguredQuerySet)
+class ConfiguredManager(models.Manager[ModelT]):
+    """Every query of a `Configured` model is a `ConfiguredQuerySet`."""
+
+    def get_queryset(self) -> ConfiguredQuerySet[ModelT]:
+        return ConfiguredQuerySet(self.model, using=self._db)
 
 
 class Configured(models.Model):
     """Base of configuration: saving and deleting is a change (see `one_change`)."""
 
-    objects = ConfiguredManager()
+    objects: ClassVar[ConfiguredManager[Self]] = ConfiguredManager()
 
     class Meta:
         abstract = True
