@@ -1,0 +1,214 @@
+"""The ends of a request. Every flight gets exactly one, whatever happens to it, and everything it holds goes back.
+
+    refused    it will not run: answered with a reason, nothing billed
+    finished   it ended by itself
+    failed     the engine or the request broke: what was delivered is billed
+    aborted    its caller went away, or we shut down: what was delivered is billed
+
+An end does, in this order: planner (its slot), admission (its reservation), settlement (its bill), outbox (the answer),
+statistics. The outbox makes the bill durable before the answer leaves.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from scheduler.clock import Clock
+from scheduler.core.admission import Admission
+from scheduler.core.types import Outcome, Reason, Refusal
+from scheduler.engines.base import Finished
+from scheduler.wire import messages
+from scheduler.worker.attainment import OUR_REASONS, judge_cancelled, miss
+from scheduler.worker.flight import Flight, Phase
+from scheduler.worker.outbox import Event, Outbox
+from scheduler.worker.settlement import Settlement
+from scheduler.worker.spool import Ending, Intent, LimitCharge
+from scheduler.worker.statistics import Statistics
+
+log = structlog.get_logger(__name__)
+
+
+class Endings:
+    """See the module text. Calling any of them on a flight that has ended does nothing."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        admission: Admission,
+        settlement: Settlement,
+        outbox: Outbox,
+        statistics: Statistics,
+        epoch: int,
+    ) -> None:
+        self._clock = clock
+        self._admission = admission
+        self._settlement = settlement
+        self._outbox = outbox
+        self._statistics = statistics
+        self._epoch = epoch
+
+    def refused(self, flight: Flight, refusal: Refusal, *, param: str | None = None) -> None:
+        """It never reached the engine. The caller has taken it out of the planner's queue, if it was there."""
+        if flight.phase is Phase.ENDED:
+            return
+        now = self._clock.now()
+        self._admission.release(flight.id, now)
+        limits = self._admission.headers(flight.limits, flight.submit.model, now)
+        answer = messages.Refused(flight.id, str(refusal.reason), refusal.message, param, refusal.retry_after, limits)
+        self._leave(flight, answer)
+        attained = False if refusal.reason in OUR_REASONS else None
+        self._statistics.refused(flight, refusal.reason, attained, now)
+        log.info("refused", request_id=flight.id, tier=flight.tier_name, reason=str(refusal.reason))
+
+    def cancelled_before_dispatch(self, flight: Flight) -> None:
+        """Its caller went away while it was rendered or waited: nobody is told, nothing is billed."""
+        if flight.phase is Phase.ENDED:
+            return
+        now = self._clock.now()
+        self._admission.release(flight.id, now)
+        self._leave(flight, None)
+        attained, _ = judge_cancelled(flight, now)
+        self._statistics.refused(flight, Reason.CLIENT_GONE, attained, now)
+        log.info("cancelled while waiting", request_id=flight.id, tier=flight.tier_name)
+
+    def finished(self, flight: Flight, finished: Finished) -> None:
+        """It ended by itself, with the engine's own counts."""
+        if flight.phase is Phase.ENDED:
+            return
+        now = self._clock.now()
+        completion = self._checked_completion(flight, finished)
+        if completion > flight.tokens or flight.first_token is None:
+            flight.advance(completion, now)  # the end carries the last tokens
+        cached = min(max(finished.cached_tokens, 0), flight.prompt_tokens)
+        missed = miss(flight, now)
+        self._bill(flight, now, "finished", str(finished.reason), None, cached, not missed, missed)
+        batch = self._batch_info(flight, now)
+        self._leave(
+            flight,
+            messages.Done(
+                flight.id, str(finished.reason), flight.prompt_tokens, completion, cached, batch, finished.text
+            ),
+        )
+
+    def failed(self, flight: Flight, reason: Reason, message: str) -> None:
+        """It broke after dispatch; its caller is told so."""
+        if flight.phase is Phase.ENDED:
+            return
+        self._bill(flight, self._clock.now(), "failed", "", reason, 0, False, str(reason))
+        self._leave(flight, messages.Failed(flight.id, str(reason), message, flight.tokens))
+
+    def aborted(self, flight: Flight) -> None:
+        """It was stopped for `flight.abort_reason`; a caller that is still there is told so."""
+        if flight.phase is Phase.ENDED:
+            return
+        now = self._clock.now()
+        reason = flight.abort_reason
+        if reason is Reason.CLIENT_GONE:
+            attained, missed = judge_cancelled(flight, now)
+            self._bill(flight, now, "aborted", "", reason, 0, attained, missed)
+            self._leave(flight, None)
+        else:
+            self._bill(flight, now, "aborted", "", reason, 0, False, str(reason))
+            self._leave(flight, messages.Failed(flight.id, str(reason), "The server is shutting down.", flight.tokens))
+
+    def intent(self, flight: Flight) -> Intent:
+        """What must be known to bill the flight even if this process dies."""
+        caller, dispatch = flight.submit.caller, flight.dispatch
+        assert dispatch is not None
+        return Intent(
+            request_id=flight.id,
+            attempt=flight.submit.attempt,
+            tenant_id=caller.tenant,
+            tenant_slug=caller.tenant_slug,
+            key_id=caller.key,
+            key_name=caller.key_name,
+            tier=caller.tier,
+            model=flight.submit.model,
+            deployment=flight.submit.model,
+            stream=flight.submit.stream,
+            prompt_tokens=flight.prompt_tokens,
+            max_tokens=flight.max_tokens,
+            arrived_at=flight.arrived_at,
+            dispatched_at=flight.unix(flight.dispatched),
+            batch_id=dispatch.batch_id,
+            policy_version=flight.policy_version,
+            price=flight.price,
+            limits=tuple(LimitCharge(one.scope, one.owner, one.model, one.kind, one.value) for one in flight.limits),
+            epoch=self._epoch,
+        )
+
+    # --- details ----------------------------------------------------------------------------------------------------
+
+    def _bill(
+        self,
+        flight: Flight,
+        now: float,
+        status: str,
+        finish_reason: str,
+        reason: Reason | None,
+        cached: int,
+        attained: bool | None,
+        missed: str,
+    ) -> None:
+        """Slot, reservation, usage row, statistics of a request that was dispatched."""
+        pool = flight.pool
+        assert pool is not None
+        pool.left_engine(flight, Outcome(flight.tokens, reason), now)
+        self._admission.settle(flight.id, flight.prompt_tokens + flight.tokens, now)
+        ending = Ending(
+            intent=self.intent(flight),
+            status=status,
+            finish_reason=finish_reason,
+            reason="" if reason is None else str(reason),
+            prompt_tokens=flight.prompt_tokens,
+            cached_tokens=cached,
+            completion_tokens=flight.tokens,
+            first_token_at=None if flight.first_token is None else flight.unix(flight.first_token),
+            ended_at=flight.unix(now),
+            batch_size=pool.tally.mean_since(flight.steps_before),
+            attained=attained,
+            miss_reason=missed,
+        )
+        self._settlement.ended(flight, ending)
+        self._outbox.touch()
+        self._statistics.ended(flight, status, attained, now)
+        log.info(
+            "ended",
+            request_id=flight.id,
+            tier=flight.tier_name,
+            model=flight.submit.model,
+            status=status,
+            reason=ending.reason,
+            prompt_tokens=flight.prompt_tokens,
+            completion_tokens=flight.tokens,
+        )
+
+    def _checked_completion(self, flight: Flight, finished: Finished) -> int:
+        """The engine's count, held within what is possible: at least what was delivered, at most what was allowed."""
+        possible = min(max(finished.completion_tokens, flight.tokens), flight.max_tokens)
+        if possible != finished.completion_tokens or finished.prompt_tokens != flight.prompt_tokens:
+            log.warning(
+                "engine misreports usage",
+                request_id=flight.id,
+                reported=(finished.prompt_tokens, finished.completion_tokens),
+                taken=(flight.prompt_tokens, possible),
+            )
+        return possible
+
+    def _batch_info(self, flight: Flight, now: float) -> messages.BatchInfo:
+        dispatch, pool = flight.dispatch, flight.pool
+        assert dispatch is not None and pool is not None
+        last = flight.last_token if flight.last_token is not None else now
+        return messages.BatchInfo(
+            batch_id=dispatch.batch_id,
+            batch_size=pool.tally.mean_since(flight.steps_before),
+            wait_time=flight.dispatched - flight.arrival,
+            compute_time=last - flight.dispatched,
+        )
+
+    def _leave(self, flight: Flight, answer: Event | None) -> None:
+        """The flight is over: nothing finds it any more, and its caller gets the last word."""
+        flight.phase = Phase.ENDED
+        flight.session.flights.pop(flight.id, None)
+        if answer is not None:
+            self._outbox.put(flight.session, answer)

@@ -1,0 +1,109 @@
+"""One request inside the scheduler process, from Submit to its end.
+
+    RENDERING ──► QUEUED ──► RUNNING ──► ENDED         any state may go to ENDED; nothing leaves it
+
+What a phase implies: QUEUED and RUNNING hold a reservation in `Admission` and are known to the pool's planner; RUNNING
+has an open intent in the spool. `endings.py` is the only code that moves a flight to ENDED.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from scheduler.core.types import Dispatch, Limit, Reason, TierSpec
+from scheduler.engines.base import Rendered
+from scheduler.wire.messages import Submit
+from scheduler.worker.journal import Progress
+
+if TYPE_CHECKING:
+    from scheduler.worker.outbox import Session
+    from scheduler.worker.pool import Pool
+
+
+@dataclass(slots=True)
+class StepTally:
+    """Engine steps so far and the sequences in them, for means over an interval."""
+
+    steps: int = 0
+    sequences: int = 0
+
+    def add(self, sequences: int) -> None:
+        self.steps += 1
+        self.sequences += sequences
+
+    def copy(self) -> StepTally:
+        return StepTally(self.steps, self.sequences)
+
+    def mean_since(self, before: StepTally) -> float:
+        """Mean sequences per step since `before` was copied; 1 when no step was reported in between."""
+        steps = self.steps - before.steps
+        return max((self.sequences - before.sequences) / steps, 1.0) if steps else 1.0
+
+
+class Phase(StrEnum):
+    RENDERING = "rendering"
+    QUEUED = "queued"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """State of a request. Instants are monotonic seconds, `arrived_at` is the Unix time of `arrival`."""
+
+    submit: Submit
+    session: Session
+    arrival: float
+    arrived_at: float
+    limits: tuple[Limit, ...]
+    phase: Phase = Phase.RENDERING
+    pool: Pool | None = None
+    tier: TierSpec | None = None  # the tier it runs as; None until the pool is known to serve it
+    slo: float | None = None  # the request's own deadline in seconds, within what its tier allows
+    deadline: float | None = None  # instant of the contract point; None until the request is queued
+    rendered: Rendered | None = None
+    max_tokens: int = 0
+    task: asyncio.Task[None] | None = None  # what to cancel: the intake's, then the run's
+    # from dispatch on
+    dispatch: Dispatch | None = None
+    dispatched: float = 0.0
+    serial: int = 0  # of its intent; 0 = none
+    policy_version: int = 0
+    price: int | None = None
+    steps_before: StepTally = field(default_factory=StepTally)
+    abort_reason: Reason = Reason.CLIENT_GONE
+    tokens: int = 0
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def id(self) -> str:
+        return self.submit.id
+
+    @property
+    def tier_name(self) -> str:
+        """The tier it runs as, as far as that is known."""
+        return self.tier.name if self.tier is not None else self.submit.caller.tier
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.rendered.prompt_tokens if self.rendered is not None else 0
+
+    def advance(self, tokens: int, now: float) -> None:
+        """`tokens` have been delivered to this process so far."""
+        if self.first_token is None:
+            self.first_token = now
+        self.last_token = now
+        self.tokens = tokens
+
+    def progress(self) -> Progress:
+        first = self.first_token if self.first_token is not None else self.dispatched
+        last = self.last_token if self.last_token is not None else first
+        return Progress(self.tokens, first - self.dispatched, last - self.dispatched)
+
+    def unix(self, instant: float) -> float:
+        """A monotonic instant as Unix time, relative to the arrival: a stepped wall clock never reorders a request."""
+        return self.arrived_at + (instant - self.arrival)

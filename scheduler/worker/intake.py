@@ -1,0 +1,255 @@
+"""From Submit to the queue: one task per request, so that rendering one prompt never delays another.
+
+The order of `_take` is that of the life of a request (`docs/architecture.md`, lines 3 to 5). Between the end of
+rendering and the answer nothing is awaited: a cancellation either comes before (nothing is held yet) or finds the
+flight queued.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+import structlog
+
+from scheduler.core.types import Limit, Reason, Refusal, Request, TierSpec
+from scheduler.engines.base import ChatPrompt, EngineDeadError, PromptError, PromptTooLongError, Rendered
+from scheduler.wire import messages
+from scheduler.worker.flight import Flight, Phase
+from scheduler.worker.outbox import Session
+from scheduler.worker.pool import Pool, spool_refusal
+from scheduler.worker.runs import sampling_of
+from scheduler.worker.services import Services
+
+log = structlog.get_logger(__name__)
+
+DEFAULT_QUEUE_TIMEOUT = 60.0  # seconds
+# A prompt this many times longer in characters than the model is in tokens is refused without being tokenised.
+ABSURD_CHARS_PER_TOKEN = 64
+ABSURD_CHARS_MINIMUM = 65_536
+RETRY_LEASE = 5.0  # seconds
+
+
+class RefusedError(Exception):
+    """The request will not run; `param` names the field at fault."""
+
+    def __init__(self, refusal: Refusal, param: str | None = None) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+        self.param = param
+
+
+class Intake:
+    """Takes requests in, and takes them back. `lease_admits`: this process still owns its pools.
+
+    `refresh` loads the configuration anew."""
+
+    def __init__(
+        self,
+        services: Services,
+        pools: Mapping[str, Pool],
+        lease_admits: Callable[[], bool],
+        refresh: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._services = services
+        self._pools = pools
+        self._lease_admits = lease_admits
+        self._refresh = refresh
+        self._rendering: dict[str, int] = {}  # by tier: counts against the bound of the queue
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.closed: Refusal | None = None  # why nothing is taken in at all
+
+    def submit(self, session: Session, submit: messages.Submit) -> None:
+        """Start taking a request in; the answer goes to the session."""
+        now, age = self._services.clock.now(), max(submit.age, 0.0)
+        limits = tuple(Limit(one.scope, one.owner, one.model, one.kind, one.value) for one in submit.caller.limits)
+        flight = Flight(submit, session, now - age, self._services.wall() - age, limits)
+        if submit.id in session.flights:
+            log.error("request id in use", request_id=submit.id)  # a fault of the peer: the first one keeps it
+            return
+        session.flights[submit.id] = flight
+        flight.task = asyncio.create_task(self._run(flight), name=f"intake-{submit.id}")
+        self._tasks.add(flight.task)
+        flight.task.add_done_callback(self._tasks.discard)
+
+    def cancel(self, session: Session, request_id: str) -> None:
+        """The caller has gone. Unknown ids (it has just ended) are ignored."""
+        flight = session.flights.get(request_id)
+        if flight is None:
+            return
+        if flight.phase is Phase.RENDERING:
+            if flight.task is not None:
+                flight.task.cancel()
+            self._services.endings.cancelled_before_dispatch(flight)
+        elif flight.pool is not None:
+            flight.pool.cancel(flight)
+
+    def hang_up(self, session: Session) -> None:
+        """The connection is gone, and with it all its callers."""
+        session.open = False
+        for request_id in list(session.flights):
+            self.cancel(session, request_id)
+
+    async def close(self, refusal: Refusal) -> None:
+        """Take nothing in any more; what is being rendered is refused."""
+        self.closed = refusal
+        for task in set(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, flight: Flight) -> None:
+        try:
+            await self._take(flight)
+        except RefusedError as error:
+            self._services.endings.refused(flight, error.refusal, param=error.param)
+        except asyncio.CancelledError:
+            if self.closed is not None:
+                self._services.endings.refused(flight, self.closed)
+            raise
+        except Exception:  # the boundary of a request: its caller must get an answer
+            log.exception("intake failed", request_id=flight.id)
+            message = "The request could not be taken in."
+            self._services.endings.refused(flight, Refusal(Reason.ENGINE_NOT_READY, message, 1.0))
+
+    async def _take(self, flight: Flight) -> None:
+        pool = self._find_pool(flight)
+        tier = await self._find_tier(flight, pool)
+        self._check_early(flight, pool, tier)
+        flight.rendered = await self._render(flight, pool, tier)
+        self._check_open(pool)
+        flight.max_tokens = self._output_bound(flight, tier, flight.rendered)
+        request = self._request(flight, tier)
+        self._reserve(flight, request)
+        self._enqueue(flight, pool, request)
+        self._accept(flight)
+
+    # --- the steps, in order ----------------------------------------------------------------------------------------
+
+    def _find_pool(self, flight: Flight) -> Pool:
+        pool = self._pools.get(flight.submit.model)
+        if pool is None:
+            message = f"The model {flight.submit.model!r} is not served here."
+            raise RefusedError(Refusal(Reason.MODEL_NOT_SERVED, message), "model")
+        flight.pool = pool
+        self._check_open(pool)
+        return pool
+
+    async def _find_tier(self, flight: Flight, pool: Pool) -> TierSpec:
+        """The tier it runs as. A tier that was made a moment ago is loaded now."""
+        caller = flight.submit.caller
+        if caller.tier not in self._services.configuration.tiers:
+            await self._refresh()
+            self._check_open(pool)
+        assert pool.planner is not None  # it is ready
+        try:
+            tier = pool.planner.effective_tier(caller.tier, flight.submit.priority)
+        except KeyError:
+            message = f"The tier {caller.tier!r} is not known to the scheduler yet."
+            raise RefusedError(Refusal(Reason.ENGINE_NOT_READY, message, 1.0)) from None
+        flight.tier = tier
+        if flight.submit.slo_threshold is not None:
+            flight.slo = max(flight.submit.slo_threshold, tier.min_slo_threshold)
+        return tier
+
+    def _check_early(self, flight: Flight, pool: Pool, tier: TierSpec) -> None:
+        """What can be refused without rendering: no work is done for a request that has no place."""
+        assert pool.planner is not None and pool.limits is not None
+        now = self._services.clock.now()
+        snapshot = pool.planner.snapshot(now).tiers.get(tier.name)
+        waiting = (snapshot.waiting if snapshot is not None else 0) + self._rendering.get(tier.name, 0)
+        if waiting >= tier.queue_max_length:
+            raise RefusedError(Refusal(Reason.QUEUE_FULL, f"{waiting} requests of this tier are waiting.", 1.0))
+        chars = sum(_chars(message.get("content")) for message in flight.submit.messages)
+        bound = max(pool.limits.capacity.max_model_len * ABSURD_CHARS_PER_TOKEN, ABSURD_CHARS_MINIMUM)
+        if chars > bound:
+            message = (
+                f"The messages have {chars} characters; the model takes at most "
+                f"{pool.limits.capacity.max_model_len} tokens."
+            )
+            raise RefusedError(Refusal(Reason.CONTEXT_LENGTH, message), "messages")
+
+    async def _render(self, flight: Flight, pool: Pool, tier: TierSpec) -> Rendered:
+        assert pool.engine is not None
+        submit = flight.submit
+        sampling = sampling_of(submit, submit.sampling.max_tokens)
+        self._rendering[tier.name] = self._rendering.get(tier.name, 0) + 1
+        try:
+            return await pool.engine.render(ChatPrompt(tuple(submit.messages)), sampling)
+        except PromptTooLongError as error:
+            raise RefusedError(Refusal(Reason.CONTEXT_LENGTH, str(error)), error.param) from error
+        except PromptError as error:
+            raise RefusedError(Refusal(Reason.INVALID_PROMPT, str(error)), error.param) from error
+        except EngineDeadError as error:
+            pool.died(error)
+            message = f"The model {pool.model} is being restarted."
+            raise RefusedError(Refusal(Reason.ENGINE_NOT_READY, message, 5.0)) from error
+        finally:
+            self._rendering[tier.name] -= 1
+
+    def _output_bound(self, flight: Flight, tier: TierSpec, rendered: Rendered) -> int:
+        """The most tokens it may produce: what it asks for, or all that model and tier have room for."""
+        asked = flight.submit.sampling.max_tokens
+        if rendered.room < 1 or (asked is not None and asked > rendered.room):
+            message = f"The prompt has {rendered.prompt_tokens} tokens and leaves room for {max(rendered.room, 0)}" + (
+                f", but {asked} were asked for." if asked is not None else "."
+            )
+            raise RefusedError(Refusal(Reason.CONTEXT_LENGTH, message), "messages")
+        if asked is not None and asked > tier.max_tokens:
+            message = f"max_tokens is {asked}; the tier {tier.name!r} allows at most {tier.max_tokens}."
+            raise RefusedError(Refusal(Reason.LIMIT_TOO_LARGE, message), "max_tokens")
+        return min(rendered.room, tier.max_tokens) if asked is None else asked
+
+    def _request(self, flight: Flight, tier: TierSpec) -> Request:
+        submit = flight.submit
+        flight.deadline = tier.deadline(flight.arrival, submit.stream, flight.max_tokens, flight.slo)
+        patience = min(submit.queue_timeout or DEFAULT_QUEUE_TIMEOUT, tier.queue_max_wait)
+        return Request(
+            id=flight.id,
+            tenant=submit.caller.tenant,
+            tier=tier.name,
+            arrival=flight.arrival,
+            prompt_tokens=flight.prompt_tokens,
+            max_tokens=flight.max_tokens,
+            stream=submit.stream,
+            deadline=flight.deadline,
+            queue_deadline=flight.arrival + patience,
+            attempt=submit.attempt,
+        )
+
+    def _reserve(self, flight: Flight, request: Request) -> None:
+        refusal = self._services.admission.reserve(
+            flight.id, flight.limits, flight.submit.model, request.worst_case_tokens, self._services.clock.now()
+        )
+        if refusal is not None:
+            raise RefusedError(refusal, "max_tokens" if refusal.reason is Reason.LIMIT_TOO_LARGE else None)
+
+    def _enqueue(self, flight: Flight, pool: Pool, request: Request) -> None:
+        refusal = pool.enqueue(flight, request, self._services.clock.now())
+        if refusal is not None:  # `Endings.refused` gives the reservation back
+            never = refusal.reason in (Reason.CONTEXT_LENGTH, Reason.NEVER_FITS)
+            raise RefusedError(refusal, "messages" if never else None)
+
+    def _accept(self, flight: Flight) -> None:
+        limits = self._services.admission.headers(flight.limits, flight.submit.model, self._services.clock.now())
+        answer = messages.Accepted(flight.id, flight.tier_name, flight.prompt_tokens, limits)
+        self._services.outbox.put(flight.session, answer)
+
+    def _check_open(self, pool: Pool) -> None:
+        refusal = self.closed or pool.unavailable()
+        if refusal is None and not self._services.settlement.available:
+            refusal = spool_refusal()
+        if refusal is None and not self._lease_admits():
+            refusal = Refusal(Reason.DRAINING, "The scheduler cannot reach its database.", RETRY_LEASE)
+        if refusal is not None:
+            raise RefusedError(refusal)
+
+
+def _chars(content: object) -> int:
+    """Characters of a message's text, which is a string or a list of text parts."""
+    if isinstance(content, str):
+        return len(content)
+    if isinstance(content, list | tuple):
+        return sum(
+            len(part["text"]) for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
+        )
+    return 0

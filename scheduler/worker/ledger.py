@@ -1,0 +1,119 @@
+"""From the spool to the database: endings become usage rows with their charge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from decimal import Decimal
+
+from scheduler.worker.settlement import StoreError
+from scheduler.worker.spool import Ending
+from tenants import pricing
+from tenants.database import DatabaseAway, DatabaseThread
+from tenants.ledger import LedgerError, UsageRow, record_usage
+from tenants.models import Price
+
+
+class Ledger:
+    """The `Store` of a scheduler process: one thread, one connection."""
+
+    def __init__(self) -> None:
+        self._thread = DatabaseThread("ledger")
+
+    async def store(self, endings: Sequence[Ending]) -> list[int]:
+        """See `settlement.Store`."""
+        try:
+            return await self._thread.run(_store, endings)
+        except DatabaseAway as error:
+            raise StoreError(f"the database is away ({type(error).__name__})") from error
+
+    async def aclose(self) -> None:
+        await self._thread.aclose()
+
+
+def _store(endings: Sequence[Ending]) -> list[int]:
+    """Write all; when the ledger does not take one of them, each for itself. Answers the positions not taken."""
+    prices = Price.objects.in_bulk({ending.intent.price for ending in endings if ending.intent.price is not None})
+    rows = [usage_row(ending, prices) for ending in endings]
+    try:
+        record_usage(rows)
+    except LedgerError:
+        return [position for position, row in enumerate(rows) if not _takes(row)]
+    return []
+
+
+def _takes(row: UsageRow) -> bool:
+    try:
+        record_usage([row])
+    except LedgerError:
+        return False
+    return True
+
+
+def usage_row(ending: Ending, prices: Mapping[int, Price]) -> UsageRow:
+    """The ledger's row of an ending. The price is the one that was in force when the request was dispatched."""
+    intent = ending.intent
+    price = prices.get(intent.price) if intent.price is not None else None
+    return UsageRow(
+        request_id=intent.request_id,
+        attempt=intent.attempt,
+        tenant_id=intent.tenant_id,
+        tenant_slug=intent.tenant_slug,
+        key_id=intent.key_id,
+        key_name=intent.key_name,
+        tier=intent.tier,
+        model=intent.model,
+        deployment=intent.deployment,
+        status=ending.status,
+        finish_reason=ending.finish_reason,
+        reason=ending.reason,
+        stream=intent.stream,
+        prompt_tokens=ending.prompt_tokens,
+        cached_tokens=ending.cached_tokens,
+        completion_tokens=ending.completion_tokens,
+        arrived_at=_instant(intent.arrived_at),
+        dispatched_at=_instant(intent.dispatched_at),
+        first_token_at=None if ending.first_token_at is None else _instant(ending.first_token_at),
+        ended_at=_instant(ending.ended_at),
+        wait_time=max(intent.dispatched_at - intent.arrived_at, 0.0),
+        compute_time=max(ending.ended_at - intent.dispatched_at, 0.0),
+        batch_id=intent.batch_id,
+        batch_size=ending.batch_size,
+        attained=ending.attained,
+        miss_reason=ending.miss_reason,
+        policy_version=intent.policy_version,
+        price_id=None if price is None else price.pk,
+        charge=None if price is None else _charge(price, ending),
+        currency="" if price is None else price.currency,
+        epoch=intent.epoch,
+    )
+
+
+def _charge(price: Price, ending: Ending) -> Decimal:
+    return pricing.charge(price, ending.prompt_tokens, ending.cached_tokens, ending.completion_tokens)
+
+
+def _instant(unix: float) -> datetime:
+    return datetime.fromtimestamp(unix, UTC)
+
+
+class PriceBook:
+    """Which price applies, from memory: the same rule as `tenants.pricing.price_for`, one look-up per dispatch."""
+
+    def __init__(self, prices: Iterable[Price]) -> None:
+        """`prices` with their tenants and tiers loaded."""
+        self._by_model: dict[str, list[tuple[str | None, str | None, float, int]]] = {}
+        for price in prices:
+            tenant = price.tenant.slug if price.tenant is not None else None
+            tier = price.tier.name if price.tier is not None else None
+            entry = (tenant, tier, price.effective_from.timestamp(), price.pk)
+            self._by_model.setdefault(price.model, []).append(entry)
+
+    def find(self, model: str, tier: str, tenant: str, at: float) -> int | None:
+        """The tenant's own price (by slug) before its tier's before everybody's; of these the newest at `at`."""
+        applying = [
+            (own is not None, of_tier is not None, since, price)
+            for own, of_tier, since, price in self._by_model.get(model, ())
+            if own in (None, tenant) and of_tier in (None, tier) and since <= at
+        ]
+        return max(applying)[3] if applying else None
