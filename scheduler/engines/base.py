@@ -3,7 +3,8 @@
     start() -> EngineLimits          slow; EngineStartError says what to do about a failure
     render(prompt, sampling)         chat template + tokenisation, off the event loop; exact prompt length
     generate(request) -> events      Delta*, then exactly one Finished; or an EngineError is raised
-    abort(id)                        frees slot and memory at the end of the current step; unknown ids are ignored
+    abort(id)                        frees slot and memory at the end of the current step, and the stream ends without
+                                     Finished; unknown ids are ignored
     aclose()                         idempotent; no process or file is left behind
 
 An engine knows no tenants and no tiers. Closing the `generate` iterator early is an abort. One contract test

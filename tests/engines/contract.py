@@ -1,6 +1,7 @@
 """What holds for every engine. A subclass named `Test…` gives a fixture `rig` and the hooks, and inherits the tests.
 
-A rig that lives for a whole class must serve no tests but these: the last one closes its engine.
+A rig that lives for a whole class must serve no tests but these: the last one closes its engine. Its engine should
+have few slots (2 to 4): a test fills them all with answers of 200 tokens.
 """
 
 from __future__ import annotations
