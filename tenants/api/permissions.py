@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
-from rest_framework.views import APIView
 
 from tenants.auth import Principal
+
+if TYPE_CHECKING:  # the framework imports this module, by its settings, while it is itself being imported
+    from rest_framework.views import APIView
 
 
 class HasScope(BasePermission):
