@@ -55,8 +55,11 @@ class PromptError(EngineError):
 
 
 class PromptTooLongError(PromptError):
-    def __init__(self, tokens: int, limit: int, *, param: str) -> None:
-        super().__init__(f"The prompt has {tokens} tokens; the model takes at most {limit}.", param=param)
+    """`at_least`: the prompt was so long that its tokens were not counted; it has no fewer than `tokens`."""
+
+    def __init__(self, tokens: int, limit: int, *, param: str, at_least: bool = False) -> None:
+        count = f"at least {tokens}" if at_least else tokens
+        super().__init__(f"The prompt has {count} tokens; the model takes at most {limit}.", param=param)
         self.tokens = tokens
         self.limit = limit
 

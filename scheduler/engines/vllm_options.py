@@ -1,0 +1,108 @@
+"""A deployment's options as arguments of the vLLM engine.
+
+Harness has names of its own for what every engine has; any other argument of vLLM goes by vLLM's name. What decides
+how this adapter works is not for the operator to change.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from scheduler.engines.base import EngineStartError
+
+GIB = 1024**3
+
+# our name -> vLLM's
+ALIASES = {
+    "path": "model",
+    "max_seqs": "max_num_seqs",
+    "step_tokens": "max_num_batched_tokens",
+    "kv_space_gib": "kv_cache_memory_bytes",
+}
+
+DEFAULTS: Mapping[str, Any] = {
+    "scheduling_policy": "priority",
+    "enable_prefix_caching": True,
+    "use_tqdm_on_load": False,
+}
+
+# vLLM's own defaults are for servers with hundreds of GiB; float32 because bfloat16 has no fast path on AVX2, blocks of
+# 32 because 128 wastes a small pool.
+CPU_DEFAULTS: Mapping[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": 32,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 512,
+    "kv_cache_memory_bytes": 2 * GIB,
+}
+
+# One report for every step reaches our listener and nothing else; no request is ever logged.
+FIXED: Mapping[str, Any] = {
+    "disable_log_stats": True,
+    "enable_logging_iteration_details": True,
+    "enable_log_requests": False,
+}
+_OURS = frozenset({*FIXED, "logging_config", "log_level", "log_config_file"})
+
+
+def engine_arguments(
+    options: Mapping[str, Any], known: Collection[str], data_dir: Path, *, cpu: bool
+) -> dict[str, Any]:
+    """Keyword arguments of vLLM's `AsyncEngineArgs`, whose field names are `known`.
+
+    Raises EngineStartError naming the option that is unknown, given twice, ours to set, or a missing model.
+    """
+    arguments: dict[str, Any] = {**DEFAULTS, **(CPU_DEFAULTS if cpu else {}), **FIXED}
+    seen: set[str] = set()
+    for option, value in options.items():
+        name = ALIASES.get(option, option)
+        _check_name(option, name, known, seen)
+        seen.add(name)
+        arguments[name] = _kv_bytes(value) if option == "kv_space_gib" else value
+    if "model" not in seen:
+        raise EngineStartError("The deployment names no model.", hint="Give the folder of one in the option `path`.")
+    arguments["model"] = _model(arguments["model"], data_dir, must_exist="path" in options)
+    return arguments
+
+
+def _check_name(option: str, name: str, known: Collection[str], seen: Collection[str]) -> None:
+    if name in _OURS:
+        raise EngineStartError(f"Option {option!r} is set by Harness itself.", hint="Remove it from the deployment.")
+    if name in seen:
+        raise EngineStartError(f"Option {option!r} is given twice, under two names.", hint="Remove one of them.")
+    if name not in known or name.startswith("_"):
+        candidates = [candidate for candidate in (*ALIASES, *known) if not candidate.startswith("_")]
+        close = difflib.get_close_matches(option, candidates, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else "See the engine arguments of vLLM."
+        raise EngineStartError(f"Unknown option {option!r} of the engine vllm.", hint=hint)
+
+
+def _kv_bytes(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise EngineStartError(f"Option 'kv_space_gib' is refused: {value!r} is not a number of GiB above 0.")
+    return int(value * GIB)
+
+
+def _model(value: Any, data_dir: Path, *, must_exist: bool) -> str:
+    """The folder that is meant, or the name of a model in the local cache of models."""
+    if not isinstance(value, str) or not value:
+        raise EngineStartError(f"The model {value!r} is refused: it must be a folder or a name.")
+    places = list(_places(value, data_dir))
+    for place in places:
+        if place.is_dir():
+            return str(place)
+    if must_exist or value.startswith(("/", ".", "~")):
+        looked = ", ".join(dict.fromkeys(str(place) for place in places))
+        raise EngineStartError(f"There is no model folder {value!r}.", hint=f"Looked for {looked}.")
+    return value
+
+
+def _places(value: str, data_dir: Path) -> Iterator[Path]:
+    """Where a relative folder may be: here, in the data directory, beside it (as in `var/models/…`)."""
+    path = Path(value).expanduser()
+    for base in (Path.cwd(), data_dir, data_dir.parent):
+        yield base / path
