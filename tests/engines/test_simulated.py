@@ -316,6 +316,15 @@ async def test_crash_at_ends_every_stream_and_every_later_call(bench: Bench) -> 
     assert bench.record("other")["outcome"] == "engine_dead"
 
 
+async def test_what_would_have_ended_in_the_step_of_the_crash_dies_with_it(bench: Bench) -> None:
+    await bench.open("crashing", simulate={"crash_at": 1})
+    other = await bench.open("other", max_tokens=1)
+    await bench.pass_time(STEP)
+    with pytest.raises(EngineDeadError):
+        await other.task
+    assert other.tokens == 1
+
+
 async def test_oom_at_names_memory_as_the_cause(bench: Bench) -> None:
     listener = await bench.open("greedy", simulate={"oom_at": 1})
     await bench.pass_time(STEP)
