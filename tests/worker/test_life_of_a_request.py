@@ -7,7 +7,7 @@ import pytest
 from scheduler.gateway import Accepted, Done
 from tenants.models import UsageRecord
 
-from .conftest import Product, limit
+from .conftest import Product
 
 pytestmark = pytest.mark.usefixtures("demo")
 

@@ -23,6 +23,7 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 class Command(BaseCommand):
     help = "Runs the scheduler: takes requests from the web processes, decides who runs when, owns the engines."
     requires_migrations_checks = True
+    requires_system_checks = []  # the URL map and the pages are the web processes' business
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("--pool", action="append", default=[], help="serve only this pool (may be given again)")
