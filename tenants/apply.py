@@ -1,0 +1,339 @@
+"""Bringing tiers, tenants, keys, limits and prices to what a document says.
+
+What exists and is as it should be is left alone; what the document does not name is never touched; `state: absent`
+removes. Everything happens in one change or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any, TypeVar
+
+from django.core.exceptions import ValidationError
+from django.db import models
+from django.utils import timezone
+from msgspec import UNSET
+
+from . import keys
+from .audit import describe, record, target_of
+from .documents import (
+    Budget,
+    DocumentError,
+    KeyPart,
+    Limits,
+    PricePart,
+    RateLimits,
+    TenancyDocument,
+    TenantPart,
+    TierPart,
+    given,
+)
+from .models import ApiKey, Limit, Price, Tenant, Tier
+from .tiers import TierError, assign, check_tiers
+
+ModelT = TypeVar("ModelT", bound=models.Model)
+
+
+@dataclass
+class Result:
+    """What applying did. `keys` holds the only copy of the new secrets."""
+
+    created: dict[str, list[str]] = field(default_factory=dict)  # section -> names
+    keys: list[dict[str, str]] = field(default_factory=list, repr=False)  # tenant, name, key
+    changed: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    unchanged: int = 0
+
+    def add(self, section: str, name: str) -> None:
+        self.created.setdefault(section, []).append(name)
+
+    @property
+    def did_anything(self) -> bool:
+        return bool(self.created or self.keys or self.changed or self.removed)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "created": {"keys": self.keys, **self.created},
+            "changed": self.changed,
+            "removed": self.removed,
+            "unchanged": self.unchanged,
+        }
+
+
+@dataclass
+class Run:
+    """One application: whose it is, why, and what it has done so far."""
+
+    actor: str
+    reason: str
+    result: Result = field(default_factory=Result)
+
+    def save(self, instance: ModelT, path: str, section: str, name: str, values: Mapping[str, Any]) -> ModelT:
+        """Give `instance` these values, checked; create it, change it, or count it as unchanged."""
+        new = instance.pk is None
+        before = None if new else describe(instance)
+        changed = [key for key, value in values.items() if new or getattr(instance, key) != value]
+        for key in changed:
+            setattr(instance, key, values[key])
+        if not new and not changed:
+            self.result.unchanged += 1
+            return instance
+        check_fields(instance, path)
+        instance.save()
+        self.note("create" if new else "change", instance, before, describe(instance))
+        if new:
+            self.result.add(section, name)
+        else:
+            self.result.changed.append(f"{section[:-1]} {name} ({', '.join(changed)})")
+        return instance
+
+    def remove(self, instance: models.Model, path: str, name: str) -> None:
+        """Delete the row. Raises DocumentError when others need it."""
+        before, target = describe(instance), target_of(instance)
+        try:
+            instance.delete()
+        except models.ProtectedError as error:
+            users = sorted({str(user._meta.verbose_name_plural) for user in error.protected_objects})
+            raise DocumentError(path, f"{name} cannot be removed: {' and '.join(users)} still refer to it.") from error
+        record(self.actor, f"{instance._meta.model_name}.remove", target, before=before, reason=self.reason)
+        self.result.removed.append(name)
+
+    def note(
+        self, action: str, instance: models.Model, before: dict[str, Any] | None, after: dict[str, Any] | None
+    ) -> None:
+        name = f"{instance._meta.model_name}.{action}"
+        record(self.actor, name, target_of(instance), before=before, after=after, reason=self.reason)
+
+
+def apply_tenancy(document: TenancyDocument, run: Run) -> Result:
+    """Apply the sections of tenancy. Call inside `one_change()`, locked. Raises DocumentError; then nothing is kept."""
+    _apply_tiers(document.tiers, run)
+    _no_twins("tenants", [part.slug for part in document.tenants])
+    for index, part in enumerate(document.tenants):
+        _apply_tenant(part, f"tenants[{index}]", run)
+    for index, price in enumerate(document.prices):
+        _apply_price(price, f"prices[{index}]", run)
+    _remove_tiers(document.tiers, run)
+    return run.result
+
+
+def check_fields(instance: models.Model, path: str) -> None:
+    """Raises DocumentError for the first field that is not valid."""
+    try:
+        instance.clean_fields()
+        instance.clean()
+    except ValidationError as error:
+        name, messages = next(iter(error.message_dict.items()))
+        raise DocumentError(f"{path}.{name}", messages[0]) from error
+
+
+def _no_twins(section: str, names: Sequence[str]) -> None:
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise DocumentError(f"{section}[{index}]", f"{name} is named twice.")
+
+
+# --- tiers ----------------------------------------------------------------------------------------------------------
+
+
+def _apply_tiers(parts: Sequence[TierPart], run: Run) -> None:
+    names = [part.name for part in parts]
+    _no_twins("tiers", names)
+    tiers = {tier.name: tier for tier in Tier.objects.all()}
+    before = {name: describe(tier) for name, tier in tiers.items()}
+    changes: list[tuple[TierPart, list[str]]] = []
+    try:
+        for part in parts:
+            if part.state == "present":
+                tier = tiers.setdefault(part.name, Tier(name=part.name))
+                changes.append((part, assign(tier, given(part, "name", "limits", "state"))))
+        gone = {part.name for part in parts if part.state == "absent"}
+        check_tiers(tier for tier in tiers.values() if tier.name not in gone)
+    except TierError as error:
+        where = f"tiers[{names.index(error.tier)}]" if error.tier in names else f"tiers.{error.tier}"
+        raise DocumentError(f"{where}.{error.field}", error.message) from error
+    for part, changed in changes:
+        _save_tier(tiers[part.name], changed, before.get(part.name), run)
+        _apply_limits(part.limits, {"tier": tiers[part.name]}, f"tiers[{names.index(part.name)}].limits", run)
+
+
+def _save_tier(tier: Tier, changed: list[str], before: dict[str, Any] | None, run: Run) -> None:
+    if before is not None and not changed:
+        run.result.unchanged += 1
+        return
+    tier.save()
+    run.note("create" if before is None else "change", tier, before, describe(tier))
+    if before is None:
+        run.result.add("tiers", tier.name)
+    else:
+        run.result.changed.append(f"tier {tier.name} ({', '.join(changed)})")
+
+
+def _remove_tiers(parts: Sequence[TierPart], run: Run) -> None:
+    for index, part in enumerate(parts):
+        tier = Tier.objects.filter(name=part.name).first() if part.state == "absent" else None
+        if tier is None:
+            continue
+        if slugs := list(tier.tenants.values_list("slug", flat=True)[:5]):
+            raise DocumentError(f"tiers[{index}]", f"Tier {tier.name} still has tenants: {', '.join(slugs)}.")
+        run.remove(tier, f"tiers[{index}]", f"tier {tier.name}")
+
+
+# --- tenants and keys -----------------------------------------------------------------------------------------------
+
+
+def _apply_tenant(part: TenantPart, path: str, run: Run) -> None:
+    tenant = Tenant.objects.filter(slug=part.slug).first()
+    if part.state == "absent":
+        if tenant is not None:
+            run.remove(tenant, path, f"tenant {tenant.slug}")
+        return
+    values = given(part, "slug", "tier", "limits", "keys")
+    if part.tier is not UNSET:
+        values["tier"] = _find(Tier, f"{path}.tier", name=part.tier)
+    elif tenant is None:
+        raise DocumentError(f"{path}.tier", "A new tenant needs a tier.")
+    if tenant is None:
+        tenant = Tenant(slug=part.slug)
+        values.setdefault("name", part.slug)
+    run.save(tenant, path, "tenants", part.slug, values)
+    _apply_limits(part.limits, {"tenant": tenant}, f"{path}.limits", run)
+    _no_twins(f"{path}.keys", [key.name for key in part.keys])
+    for index, key in enumerate(part.keys):
+        _apply_key(key, tenant, f"{path}.keys[{index}]", run)
+
+
+def _apply_key(part: KeyPart, tenant: Tenant, path: str, run: Run) -> None:
+    key = tenant.keys.filter(name=part.name, revoked_at__isnull=True).first()
+    if part.state == "absent":
+        if key is not None:
+            _revoke(key, run)
+        return
+    values = given(part, "name", "limits", "state")
+    if key is None:
+        key = _create_key(tenant, part.name, values, path, run)
+    else:
+        run.save(key, path, "keys", f"{tenant.slug}/{part.name}", values)
+    _apply_limits(part.limits, {"key": key}, f"{path}.limits", run)
+
+
+def _create_key(tenant: Tenant, name: str, values: Mapping[str, Any], path: str, run: Run) -> ApiKey:
+    new = keys.mint()
+    key = ApiKey(tenant=tenant, name=name, lookup=new.lookup, digest=new.digest, pepper_version=new.pepper_version)
+    for attribute, value in values.items():
+        setattr(key, attribute, value)
+    check_fields(key, path)
+    key.save()
+    run.note("create", key, None, describe(key))
+    run.result.keys.append({"tenant": tenant.slug, "name": name, "key": new.token})
+    return key
+
+
+def _revoke(key: ApiKey, run: Run) -> None:
+    before = describe(key)
+    key.revoked_at = timezone.now()
+    key.save(update_fields=["revoked_at"])
+    run.note("revoke", key, before, describe(key))
+    run.result.removed.append(f"key {key.tenant.slug}/{key.name}")
+
+
+def _find(model: type[ModelT], path: str, **by: Any) -> ModelT:
+    found = model._default_manager.filter(**by).first()
+    if found is None:
+        raise DocumentError(path, f"There is no {model._meta.verbose_name} {next(iter(by.values()))!r}.")
+    return found
+
+
+# --- limits ---------------------------------------------------------------------------------------------------------
+
+
+def _apply_limits(part: Limits, owner: Mapping[str, Tier | Tenant | ApiKey], path: str, run: Run) -> None:
+    """`owner` is the one foreign key of the limits, by name."""
+    present = {(one.model, one.kind, one.period, one.currency): one for one in Limit.objects.filter(**owner)}
+    who = f"{next(iter(owner))} {next(iter(owner.values()))}"
+    rates = [("", part, path), *((model, rate, f"{path}.models.{model}") for model, rate in part.models.items())]
+    for model, rate, where in rates:
+        for kind, value in _rates(rate):
+            limit = present.get((model, kind, "", ""))
+            label = f"{who} {kind}{f' of {model}' if model else ''}"
+            if value is None:
+                if limit is not None:
+                    run.remove(limit, where, f"limit {label}")
+                continue
+            limit = limit or Limit(**owner, model=model, kind=kind)
+            run.save(limit, f"{where}.{kind}", "limits", label, {"value": value})
+    for index, budget in enumerate(part.budgets):
+        _apply_budget(budget, owner, present, who, f"{path}.budgets[{index}]", run)
+
+
+def _rates(part: RateLimits) -> Iterable[tuple[str, int | None]]:
+    """The rates that the document gave; None means: remove."""
+    for kind, value in (("rpm", part.rpm), ("tpm", part.tpm), ("concurrency", part.concurrency)):
+        if value is not UNSET:
+            yield kind, value
+
+
+def _apply_budget(
+    part: Budget,
+    owner: Mapping[str, Tier | Tenant | ApiKey],
+    present: Mapping[tuple[str, str, str, str], Limit],
+    who: str,
+    path: str,
+    run: Run,
+) -> None:
+    if part.state == "present" and (part.tokens is None) == (part.amount is None):
+        raise DocumentError(path, "A budget has either 'tokens' or an 'amount'.")
+    currency = "" if part.tokens is not None else part.currency
+    limit = present.get(("", "budget", part.period, currency))
+    label = f"{who} budget per {part.period} in {currency or 'tokens'}"
+    if part.state == "absent":
+        if limit is not None:
+            run.remove(limit, path, f"limit {label}")
+        return
+    amount = None if part.amount is None else Decimal(part.amount)
+    if amount is not None and amount <= 0:
+        raise DocumentError(f"{path}.amount", "Give an amount above 0.")
+    values = {"value": part.tokens, "amount": amount, "hard": part.hard, "alerts": part.alerts}
+    limit = limit or Limit(**owner, kind="budget", period=part.period, currency=currency)
+    run.save(limit, path, "limits", label, values)
+
+
+# --- prices ---------------------------------------------------------------------------------------------------------
+
+
+def _apply_price(part: PricePart, path: str, run: Run) -> None:
+    if part.tier and part.tenant:
+        raise DocumentError(path, "A price is for a tier or for a tenant, not for both.")
+    identity = {
+        "model": part.model,
+        "tier": _find(Tier, f"{path}.tier", name=part.tier) if part.tier else None,
+        "tenant": _find(Tenant, f"{path}.tenant", slug=part.tenant) if part.tenant else None,
+        "effective_from": part.effective_from,
+    }
+    label = f"price {part.model}{f' for {part.tier or part.tenant}' if part.tier or part.tenant else ''}"
+    label += f" from {part.effective_from.isoformat()}"
+    price = Price.objects.filter(**_exactly(identity)).first()
+    if part.state == "absent":
+        if price is not None:
+            run.remove(price, path, label)
+    elif price is None:
+        run.save(Price(**identity), path, "prices", label.removeprefix("price "), part.columns())
+    else:
+        _must_be_same(price, part, path, label)
+        run.result.unchanged += 1
+
+
+def _exactly(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """None in a filter has to be spelled `isnull`."""
+    return {f"{name}__isnull" if value is None else name: value is None or value for name, value in identity.items()}
+
+
+def _must_be_same(price: Price, part: PricePart, path: str, label: str) -> None:
+    for column, value in part.columns().items():
+        if (held := getattr(price, column)) != value:
+            raise DocumentError(
+                f"{path}.{column}",
+                f"The {label} is {held}, not {value}. Prices are never edited: give the new one a later 'from'.",
+            )
