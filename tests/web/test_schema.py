@@ -153,9 +153,10 @@ def test_numbers_that_are_no_numbers_are_refused(field: str, literal: str) -> No
 )
 def test_values_out_of_range_are_refused_by_name(field: str, value: Any) -> None:
     """FR-045, FR-050."""
-    began = time.perf_counter()
-    assert refused(body(**{field: value})).param == field
-    assert time.perf_counter() - began < 0.5
+    raw = body(**{field: value})
+    began = time.process_time()
+    assert refused(raw).param == field
+    assert time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize(
@@ -237,9 +238,10 @@ def test_deep_nesting_is_refused_at_once(depth: int, place: str, opening: str, c
         "tools": '{"model":"M","messages":[],"tools":[{"function":{"parameters":%s}}]}',
         "schema": '{"model":"M","messages":[],"response_format":{"json_schema":{"schema":%s}}}',
     }[place]
-    began = time.perf_counter()
-    assert refused((shell % nested).encode()).shape.status == 400
-    assert time.perf_counter() - began < 0.1
+    raw = (shell % nested).encode()
+    began = time.process_time()
+    assert refused(raw).shape.status == 400
+    assert time.process_time() - began < 0.1
 
 
 def test_moderate_nesting_and_brackets_in_strings_are_no_depth() -> None:
