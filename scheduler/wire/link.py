@@ -86,7 +86,8 @@ class Link(ABC):
             lasted = clock.now() - began >= RETRY_CAP  # retrying at once cannot become a storm
             delay = 0.0 if lasted else min(RETRY_CAP, max(RETRY_FIRST, 2 * delay))
             self._say_why_down(reason)
-            await clock.sleep(delay * self._wiring.jitter.uniform(0.5, 1.0))
+            if delay:
+                await clock.sleep(delay * self._wiring.jitter.uniform(0.5, 1.0))
 
     def _say_why_down(self, reason: str) -> None:
         """Once for each reason in a row: a process that is away for an hour is one line."""
