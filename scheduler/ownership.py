@@ -13,7 +13,8 @@ from django.utils import timezone
 
 from scheduler.models import SchedulerProcess
 
-LEASE_SECONDS = 10.0
+# As long as known keys live on without the database. A restart does not wait for it: see `take`.
+LEASE_SECONDS = 60.0
 
 
 class OwnedElsewhereError(Exception):

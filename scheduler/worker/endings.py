@@ -1,5 +1,6 @@
 """The ends of a request. Every flight gets exactly one, whatever happens to it, and everything it holds goes back.
 
+    rejected   the engine would not have it: answered like a refusal
     refused    it will not run: answered with a reason, nothing billed
     finished   it ended by itself
     failed     the engine or the request broke: what was delivered is billed
@@ -16,7 +17,7 @@ import structlog
 from scheduler.clock import Clock
 from scheduler.core.admission import Admission
 from scheduler.core.types import Outcome, Reason, Refusal
-from scheduler.engines.base import Finished
+from scheduler.engines.base import Finished, PromptError
 from scheduler.wire import messages
 from scheduler.worker.attainment import OUR_REASONS, judge_cancelled, miss
 from scheduler.worker.flight import Flight, Phase
@@ -77,8 +78,9 @@ class Endings:
             return
         now = self._clock.now()
         completion = self._checked_completion(flight, finished)
-        if completion > flight.tokens or flight.first_token is None:
-            flight.advance(completion, now)  # the end carries the last tokens
+        if completion > flight.tokens or flight.first_token is None:  # the end carries the last tokens
+            self._statistics.delivered(flight, completion - flight.tokens, now)
+            flight.advance(completion, now)
         cached = min(max(finished.cached_tokens, 0), flight.prompt_tokens)
         missed = miss(flight, now)
         self._bill(flight, now, "finished", str(finished.reason), None, cached, not missed, missed)
@@ -96,6 +98,14 @@ class Endings:
             return
         self._bill(flight, self._clock.now(), "failed", "", reason, 0, False, str(reason))
         self._leave(flight, messages.Failed(flight.id, str(reason), message, flight.tokens))
+
+    def rejected(self, flight: Flight, error: PromptError) -> None:
+        """The engine found, only when it was to run, that the request itself is wrong."""
+        if flight.phase is Phase.ENDED:
+            return
+        reason = Reason.INVALID_PROMPT
+        self._bill(flight, self._clock.now(), "failed", "", reason, 0, None, "")
+        self._leave(flight, messages.Refused(flight.id, str(reason), str(error), error.param))
 
     def aborted(self, flight: Flight) -> None:
         """It was stopped for `flight.abort_reason`; a caller that is still there is told so."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from scheduler.core.types import Dispatch, Limit, Reason, TierSpec
+from scheduler.core.types import Dispatch, Limit, Reason, StepReport, TierSpec
 from scheduler.engines.base import Rendered
 from scheduler.wire.messages import Submit
 from scheduler.worker.journal import Progress
@@ -21,6 +21,11 @@ from scheduler.worker.journal import Progress
 if TYPE_CHECKING:
     from scheduler.worker.outbox import Session
     from scheduler.worker.pool import Pool
+
+
+def sequences_in(report: StepReport) -> int:
+    """How many sequences took part in a step; `running` alone lacks those that ended in it."""
+    return max(report.running, report.decode_seqs)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from tenants.database import DatabaseAway, DatabaseThread
 
 log = structlog.get_logger(__name__)
 
-RENEW_EVERY = ownership.LEASE_SECONDS / 5
+RENEW_EVERY = 2.0  # seconds
 MARGIN = 1.0  # seconds before the end of its lease at which an owner stops admitting
 STATUS_RETRY = 1.0  # seconds
 PIDS_EVERY = 1.0  # seconds

@@ -116,7 +116,6 @@ class Intake:
         tier = await self._find_tier(flight, pool)
         self._check_early(flight, pool, tier)
         flight.rendered = await self._render(flight, pool, tier)
-        self._check_open(pool)
         flight.max_tokens = self._output_bound(flight, tier, flight.rendered)
         request = self._request(flight, tier)
         self._reserve(flight, request)
@@ -169,12 +168,12 @@ class Intake:
             raise RefusedError(Refusal(Reason.CONTEXT_LENGTH, message), "messages")
 
     async def _render(self, flight: Flight, pool: Pool, tier: TierSpec) -> Rendered:
-        assert pool.engine is not None
-        submit = flight.submit
+        submit, engine = flight.submit, pool.engine
+        assert engine is not None  # it is ready
         sampling = sampling_of(submit, submit.sampling.max_tokens)
         self._rendering[tier.name] = self._rendering.get(tier.name, 0) + 1
         try:
-            return await pool.engine.render(ChatPrompt(tuple(submit.messages)), sampling)
+            rendered = await engine.render(ChatPrompt(tuple(submit.messages), submit.simulate), sampling)
         except PromptTooLongError as error:
             raise RefusedError(Refusal(Reason.CONTEXT_LENGTH, str(error)), error.param) from error
         except PromptError as error:
@@ -185,6 +184,10 @@ class Intake:
             raise RefusedError(Refusal(Reason.ENGINE_NOT_READY, message, 5.0)) from error
         finally:
             self._rendering[tier.name] -= 1
+        self._check_open(pool)
+        if pool.engine is not engine:  # it was replaced meanwhile, and a rendered prompt belongs to its engine
+            raise RefusedError(Refusal(Reason.ENGINE_NOT_READY, f"The model {pool.model} was restarted.", 1.0))
+        return rendered
 
     def _output_bound(self, flight: Flight, tier: TierSpec, rendered: Rendered) -> int:
         """The most tokens it may produce: what it asks for, or all that model and tier have room for."""

@@ -25,7 +25,7 @@ from scheduler.core.planner import Planner
 from scheduler.core.types import Decision, Dispatch, Expire, Outcome, Reason, Refusal, Request, StepReport
 from scheduler.engines.base import Engine, EngineDeadError, EngineLimits, EngineStartError
 from scheduler.worker.configuration import DeploymentSpec
-from scheduler.worker.flight import Flight, Phase, StepTally
+from scheduler.worker.flight import Flight, Phase, StepTally, sequences_in
 from scheduler.worker.pump import Pump
 from scheduler.worker.races import first
 from scheduler.worker.runs import Runs
@@ -331,7 +331,7 @@ class Pool:
         self.planner.progress(flight.id, flight.tokens, now)
 
     def _step(self, report: StepReport) -> None:
-        self.tally.add(report.running)
+        self.tally.add(sequences_in(report))
         self._services.statistics.step(self.model, report, self._services.clock.now())
         self._ring()
 

@@ -85,7 +85,7 @@ class Runs:
         except RequestFailedError as error:
             self._endings.failed(flight, Reason.REQUEST_FAILED, str(error))
         except PromptError as error:
-            self._endings.failed(flight, Reason.REQUEST_FAILED, str(error))
+            self._endings.rejected(flight, error)
         except EngineDeadError as error:
             self._on_dead(error)
             self._endings.failed(flight, Reason.ENGINE_FAILED, "The engine failed while it ran this request.")

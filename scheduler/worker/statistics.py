@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from scheduler.core.types import Reason, StepReport
-from scheduler.worker.flight import Flight
+from scheduler.worker.flight import Flight, sequences_in
 from scheduler.worker.metrics import Metrics
 
 RATE_SECONDS = 5.0  # window of rates
@@ -78,7 +78,7 @@ class EngineStatistics:
         self.last = report
         self.busy.add(now, report.elapsed)
         self.steps.add(now, 1)
-        self.sequences.add(now, report.running)
+        self.sequences.add(now, sequences_in(report))
 
     def batch_mean(self, now: float) -> float:
         """Mean sequences per step lately; 0 when there was no step."""
