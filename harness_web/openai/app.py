@@ -23,6 +23,7 @@ ROUTES: dict[str, dict[str, View]] = {
     "/healthz": {"GET": operator.alive},
     "/readyz": {"GET": operator.ready},
 }
+HEALTH = ("/healthz", "/readyz")  # asked every second by supervisors and load balancers: no news
 NOBODY_THERE = 499  # logged for a client that left before its answer was complete
 
 log = structlog.get_logger("harness.access")
@@ -36,7 +37,7 @@ class OpenAIApp:
 
     @staticmethod
     def serves(path: str) -> bool:
-        return path.startswith("/v1/") or path in ("/v1", "/healthz", "/readyz")
+        return path.startswith("/v1/") or path == "/v1" or path in HEALTH
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -84,7 +85,8 @@ def _methods(path: str) -> dict[str, View] | None:
 
 
 def _log_access(exchange: Exchange, status: int) -> None:
-    log.info(
+    write = log.debug if exchange.path in HEALTH else log.info
+    write(
         "request",
         request_id=exchange.id,
         client_request_id=(exchange.header(b"x-client-request-id") or exchange.header(b"x-request-id"))[:200] or None,
