@@ -61,7 +61,6 @@ def configuration(data_dir: Path, redis_url: str | None) -> dict[str, Any]:
     }
 
 
-
 @setup_logging.connect  # type: ignore[untyped-decorator]
 def keep_logging(**_: object) -> None:
     """Logging is configured by the settings, like that of every process; Celery adds nothing of its own."""

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from argparse import ArgumentParser
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,42 +42,46 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         signal.signal(signal.SIGTERM, _as_interrupt)  # until the supervisor takes over
         try:
-            self._up(**options)
+            with (
+                bootstrap.clear_errors(settings.HARNESS_DATA_DIR),
+                bootstrap.only_one(settings.HARNESS_RUN_DIR),
+            ):
+                self._up(options)
         except UpError as error:
             self.stderr.write(f"harness: {error}")
             sys.exit(1)
         except KeyboardInterrupt:
             sys.exit(130)
 
-    def _up(self, *, host: str, port: int, workers: int, **options: Any) -> None:
+    def _up(self, options: Mapping[str, Any]) -> None:
+        host, workers = options["host"], options["workers"]
         if workers < 1:
             raise UpError("--workers must be at least 1.")
-        data_dir: Path = settings.HARNESS_DATA_DIR
-        with bootstrap.clear_errors(data_dir), bootstrap.only_one(settings.HARNESS_RUN_DIR):
-            listener = bootstrap.listen(host, port)
-            url = base_url(listener, host)
-            self._prepare(data_dir, **options)
-            ready_line = f"ready {url}"
-            if link := setup_link(url):
-                ready_line = f"First operator account, link valid once and for 24 hours: {link}\n{ready_line}"
-            supervisor = Supervisor(
-                children(listener, host, workers),
-                probe=partial(probe, listener.getsockname()),
-                ready_line=ready_line,
-                stop_listening=listener.close,
-                end_orphans=partial(kill_stale, settings.HARNESS_RUN_DIR),
-            )
-            asyncio.run(supervisor.run())
+        listener = bootstrap.listen(host, options["port"])
+        url = base_url(listener, host)
+        self._prepare(options)
+        ready_line = f"ready {url}"
+        if link := setup_link(url):
+            ready_line = f"First operator account, link valid once and for 24 hours: {link}\n{ready_line}"
+        supervisor = Supervisor(
+            children(listener, host, workers),
+            probe=partial(probe, listener.getsockname()),
+            ready_line=ready_line,
+            stop_listening=listener.close,
+            end_orphans=partial(kill_stale, settings.HARNESS_RUN_DIR),
+        )
+        asyncio.run(supervisor.run())
 
-    def _prepare(self, data_dir: Path, *, no_seed: bool, policy: str | None, **options: Any) -> None:
+    def _prepare(self, options: Mapping[str, Any]) -> None:
+        data_dir: Path = settings.HARNESS_DATA_DIR
         bootstrap.check_disk(data_dir)
         bootstrap.migrate(self._say)
-        if not no_seed:
+        if not options["no_seed"]:
             engine = options["engine"] or settings.HARNESS_ENGINE
             model = settings.HARNESS_MODEL if engine != "simulated" else None
             bootstrap.seed(Demo(engine, options["model"] or model), data_dir, self._say)
-        if policy is not None:
-            bootstrap.choose_policy(policy)
+        if options["policy"] is not None:
+            bootstrap.choose_policy(options["policy"])
         bootstrap.prepare_model(settings.HARNESS_MODELS_DIR, self._say)
 
     def _say(self, line: str) -> None:
