@@ -252,7 +252,7 @@ def _find(model: type[ModelT], path: str, **by: Any) -> ModelT:
 def _apply_limits(part: Limits, owner: Mapping[str, Tier | Tenant | ApiKey], path: str, run: Run) -> None:
     """`owner` is the one foreign key of the limits, by name."""
     present = {(one.model, one.kind, one.period, one.currency): one for one in Limit.objects.filter(**owner)}
-    who = f"{next(iter(owner))} {next(iter(owner.values()))}"
+    who = " ".join(f"{kind} {_name_of(thing)}" for kind, thing in owner.items())
     rates = [("", part, path), *((model, rate, f"{path}.models.{model}") for model, rate in part.models.items())]
     for model, rate, where in rates:
         for kind, value in _rates(rate):
@@ -266,6 +266,10 @@ def _apply_limits(part: Limits, owner: Mapping[str, Tier | Tenant | ApiKey], pat
             run.save(limit, f"{where}.{kind}", "limits", label, {"value": value})
     for index, budget in enumerate(part.budgets):
         _apply_budget(budget, owner, present, who, f"{path}.budgets[{index}]", run)
+
+
+def _name_of(owner: Tier | Tenant | ApiKey) -> str:
+    return f"{owner.tenant.slug}/{owner.name}" if isinstance(owner, ApiKey) else str(owner)
 
 
 def _rates(part: RateLimits) -> Iterable[tuple[str, int | None]]:

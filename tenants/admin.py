@@ -1,0 +1,233 @@
+"""Tenancy in the admin. Every write is one change and leaves an audit event; secrets are shown once and never again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django import forms
+from django.contrib import admin, messages
+from django.contrib.auth.admin import GroupAdmin as BaseGroupAdmin
+from django.contrib.auth.admin import UserAdmin as BaseUserAdmin
+from django.contrib.auth.models import Group, User
+from django.db.models import Model, QuerySet
+from django.http import HttpRequest, HttpResponseBase
+from django.utils import timezone
+from unfold.admin import ModelAdmin
+from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
+
+from . import keys
+from .audit import describe, record, target_of
+from .changes import one_change
+from .models import ApiKey, AuditEvent, Limit, Membership, Price, ProcessHeartbeat, Scope, Tenant, Tier, UsageRecord
+from .models.change import Change
+from .tiers import FIELDS, TierError, check_tiers
+
+
+def actor_of(request: HttpRequest) -> str:
+    return f"user {request.user.get_username()}"
+
+
+class AuditedAdmin(ModelAdmin):  # type: ignore[misc]  # the package has no types
+    """Base: what is saved or deleted here is audited, and everything of one click is one change."""
+
+    def changeform_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
+        if request.method != "POST":  # reading must not wait for the database's one writer
+            return super().changeform_view(request, *args, **kwargs)  # type: ignore[no-any-return]
+        with one_change(actor=actor_of(request)):
+            return super().changeform_view(request, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def save_model(self, request: HttpRequest, obj: Any, form: forms.ModelForm[Any], change: bool) -> None:
+        before = describe(type(obj)._default_manager.get(pk=obj.pk)) if change else None
+        super().save_model(request, obj, form, change)
+        self.audit(request, "change" if change else "create", obj, before, describe(obj))
+
+    def delete_model(self, request: HttpRequest, obj: Model) -> None:
+        with one_change(actor=actor_of(request)):
+            self.audit(request, "remove", obj, describe(obj), None)
+            super().delete_model(request, obj)
+
+    def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> None:
+        with one_change(actor=actor_of(request)):
+            for obj in queryset:
+                self.delete_model(request, obj)
+
+    def audit(
+        self,
+        request: HttpRequest,
+        action: str,
+        obj: Model,
+        before: dict[str, Any] | None,
+        after: dict[str, Any] | None,
+    ) -> None:
+        record(
+            actor_of(request),
+            f"{obj._meta.model_name}.{action}",
+            target_of(obj),
+            before=before,
+            after=after,
+            source_ip=request.META.get("REMOTE_ADDR") or None,
+        )
+
+
+class ReadOnlyAdmin(ModelAdmin):  # type: ignore[misc]  # the package has no types
+    """Base: to be looked at."""
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return False
+
+
+class TierForm(forms.ModelForm):  # type: ignore[type-arg]  # generic in the stubs only
+    """Checks the tier together with all others: floors and reserved slots are shares of one engine."""
+
+    class Meta:
+        model = Tier
+        fields = ["name", *FIELDS.values()]
+
+    def _post_clean(self) -> None:
+        super()._post_clean()  # type: ignore[misc]  # builds self.instance; not in the stubs
+        if self.errors:
+            return
+        others = Tier.objects.exclude(pk=self.instance.pk)
+        try:
+            check_tiers([*others, self.instance])
+        except TierError as error:
+            mine = error.tier == self.instance.name
+            self.add_error(FIELDS[error.field] if mine else None, error.message)
+
+
+@admin.register(Tier)
+class TierAdmin(AuditedAdmin):
+    form = TierForm
+    list_display = ("name", "rank", "weight", "floor", "slo_ttft", "slo_e2e", "slo_tpot", "objective")
+
+
+@admin.register(Tenant)
+class TenantAdmin(AuditedAdmin):
+    list_display = ("slug", "name", "tier", "state", "timezone")
+    list_filter = ("tier", "state")
+    search_fields = ("slug", "name")
+
+
+@admin.register(Membership)
+class MembershipAdmin(AuditedAdmin):
+    list_display = ("user", "role", "tenant")
+    list_filter = ("role", "tenant")
+
+
+class ApiKeyForm(forms.ModelForm):  # type: ignore[type-arg]  # generic in the stubs only
+    scopes = forms.MultipleChoiceField(
+        choices=Scope.choices, widget=forms.CheckboxSelectMultiple, initial=[Scope.INFERENCE.value]
+    )
+
+    class Meta:
+        model = ApiKey
+        fields = ["tenant", "name", "scopes", "models", "allowed_ips", "expires_at"]
+
+
+@admin.register(ApiKey)
+class ApiKeyAdmin(AuditedAdmin):
+    form = ApiKeyForm
+    list_display = ("name", "tenant", "lookup", "scopes", "expires_at", "revoked_at", "last_used_at")
+    list_filter = ("tenant",)
+    search_fields = ("name", "lookup", "tenant__slug")
+    actions = ("revoke",)
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Model | None = None) -> tuple[str, ...]:
+        """A key stays with its tenant."""
+        return ("tenant", "lookup", "created_at", "last_used_at", "revoked_at") if obj else ()
+
+    def save_model(self, request: HttpRequest, obj: Any, form: forms.ModelForm[Any], change: bool) -> None:
+        if change:
+            super().save_model(request, obj, form, change)
+            return
+        new = keys.mint()
+        obj.lookup, obj.digest, obj.pepper_version = new.lookup, new.digest, new.pepper_version
+        super().save_model(request, obj, form, change)
+        messages.warning(request, f"The key, shown only now: {new.token}")
+
+    @admin.action(description="Revoke the selected keys")
+    def revoke(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> None:
+        with one_change(actor=actor_of(request)):
+            for key in queryset.filter(revoked_at__isnull=True):
+                before = describe(key)
+                key.revoked_at = timezone.now()
+                key.save(update_fields=["revoked_at"])
+                self.audit(request, "revoke", key, before, describe(key))
+
+
+@admin.register(Limit)
+class LimitAdmin(AuditedAdmin):
+    list_display = ("__str__", "tier", "tenant", "key", "model", "hard")
+    list_filter = ("kind", "tier", "tenant")
+
+
+@admin.register(Price)
+class PriceAdmin(AuditedAdmin):
+    """Prices are never edited: add one with a later date."""
+
+    list_display = ("model", "tier", "tenant", "input_per_mtok", "output_per_mtok", "currency", "effective_from")
+    list_filter = ("model",)
+
+    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return False
+
+
+@admin.register(UsageRecord)
+class UsageRecordAdmin(ReadOnlyAdmin):
+    list_display = (
+        "request_id",
+        "tenant_slug",
+        "key_name",
+        "tier",
+        "model",
+        "status",
+        "prompt_tokens",
+        "completion_tokens",
+        "charge",
+        "arrived_at",
+    )
+    list_filter = ("status", "model", "tier")
+    search_fields = ("request_id", "tenant_slug")
+    show_full_result_count = False  # the ledger grows long
+
+
+@admin.register(AuditEvent)
+class AuditEventAdmin(ReadOnlyAdmin):
+    list_display = ("at", "actor", "action", "target", "reason")
+    list_filter = ("action",)
+    search_fields = ("actor", "target")
+    show_full_result_count = False
+
+
+@admin.register(ProcessHeartbeat)
+class ProcessHeartbeatAdmin(ReadOnlyAdmin):
+    list_display = ("name", "kind", "seen_version", "beat_at")
+
+
+@admin.register(Change)
+class ChangeAdmin(ReadOnlyAdmin):
+    list_display = ("version",)
+
+
+# --- people: Django's own admins, in the same dress and audited -------------------------------------------------------
+
+admin.site.unregister(User)
+admin.site.unregister(Group)
+
+
+@admin.register(User)
+class UserAdmin(BaseUserAdmin, AuditedAdmin):  # type: ignore[type-arg,misc]  # two ModelAdmins, as Unfold says
+    form = UserChangeForm
+    add_form = UserCreationForm
+    change_password_form = AdminPasswordChangeForm
+
+
+@admin.register(Group)
+class GroupAdmin(BaseGroupAdmin, AuditedAdmin):  # type: ignore[misc]  # as above
+    pass
