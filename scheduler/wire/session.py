@@ -6,6 +6,8 @@ they came. A handler must not block: it is called from the read path of the even
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -18,6 +20,7 @@ REQUESTS = "requests"
 TELEMETRY = "telemetry"
 ROLES = (REQUESTS, TELEMETRY)
 MAX_CONNECTIONS = 256  # web processes times roles, with room
+LAST_WORDS = 1.0  # seconds in which a peer must take what is queued when the server closes
 
 
 class Handler(Protocol):
@@ -112,6 +115,8 @@ class Server:
         self._clock = clock
         self._outbox = outbox
         self._callers: set[Connection] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     @property
     def address(self) -> Address:
@@ -131,20 +136,23 @@ class Server:
             if hello.role == role:
                 connection.send(message)
 
-    async def stop_listening(self) -> None:
-        """Accept nobody new; those who are connected stay."""
+    async def aclose(self, reason: str = "shutting down", within: float = LAST_WORDS) -> None:
+        """Stop listening, hand over what is queued, close every connection; returns when all are. Idempotent."""
         await self.listener.aclose()
-
-    async def aclose(self, reason: str = "shutting down") -> None:
-        """Stop listening, hand over what is queued, close every connection. Idempotent."""
-        await self.stop_listening()
         for connection in list(self._callers):
             connection.close(reason)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                await self._empty.wait()
+        for connection in list(self._callers):
+            connection.abort(reason)
+        await self._empty.wait()
 
     # --- the door, used by _Guest ---
 
     def enter(self, connection: Connection) -> None:
         self._callers.add(connection)
+        self._empty.clear()
         if len(self._callers) > MAX_CONNECTIONS:
             self.refuse(connection, f"there are {MAX_CONNECTIONS} connections already")
 
@@ -165,6 +173,8 @@ class Server:
     def forget(self, connection: Connection) -> None:
         self._callers.discard(connection)
         self.connections.pop(connection, None)
+        if not self._callers:
+            self._empty.set()
 
     def _leave(self, connection: Connection, handler: Handler, reason: str) -> None:
         self.forget(connection)

@@ -162,10 +162,7 @@ class Wire:
         for peer in self._raw:
             peer.transport.abort()
         for server in self._servers:
-            await server.aclose()
-            for connection in list(server.connections):
-                connection.abort("the test is over")
-        await until(lambda: not any(server.connections for server in self._servers))
+            await server.aclose("the test is over", within=0.1)
         await until(lambda: all(peer.lost for peer in self._raw))
 
     def _session(self, connection: Connection, hello: Hello) -> Recorder:

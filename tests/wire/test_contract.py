@@ -324,10 +324,25 @@ async def test_a_server_that_closes_lets_go_of_everybody_and_accepts_nobody(wire
     web, scheduler = await wire.pair()
     server = wire._servers[0]
 
+    scheduler.connection.send(Cancel("last words"))
     await server.aclose("maintenance")
 
-    await until(lambda: web.closed)
     assert scheduler.closed == ["maintenance"]
     assert server.connections == {}
+    await until(lambda: web.closed)
+    assert web.messages == [Cancel("last words")]
     with pytest.raises(OSError):
         await wire.dial()
+
+
+async def test_a_peer_that_does_not_read_does_not_hold_up_the_close(wire: Wire) -> None:
+    server = await wire.serve()
+    peer = await wire.raw(frame(HELLO))
+    scheduler = await until(lambda: wire.sessions and wire.sessions[0])
+    peer.transport.pause_reading()
+    scheduler.connection.send(Snapshot(1, {"text": "x" * (7 * MEBIBYTE)}))
+
+    await server.aclose("maintenance", within=0.05)
+
+    assert scheduler.closed == ["maintenance"]
+    peer.transport.resume_reading()
