@@ -110,18 +110,19 @@ class Board:
         }
 
 
+TRACKED = ("waiting", "running", "tokens_per_s", "oldest_wait", "attainment", "kv", "busy", "gpu")
+
+
 def _point(view: reports.View) -> dict[str, Any]:
+    """What the charts remember of a second: nothing, when no scheduler reported."""
     if not view.connected:
-        return {"tiers": {}, "tokens_per_s": None, "kv": None, "busy": None, "gpu": None}
+        return {"tiers": {}, "totals": {}}
     return {
         "tiers": {
             tier.name: {"waiting": tier.waiting, "running": tier.running, "attainment": tier.attainment}
             for tier in view.tiers
         },
-        "tokens_per_s": view.totals.tokens_per_s,
-        "kv": view.totals.kv,
-        "busy": view.totals.busy,
-        "gpu": view.totals.gpu,
+        "totals": {name: getattr(view.totals, name) for name in TRACKED},
     }
 
 

@@ -8,6 +8,7 @@ import { createHash } from "node:crypto";
 import { copyFileSync, mkdirSync, readFileSync, readdirSync, rmSync, writeFileSync } from "node:fs";
 import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
+import { gzipSync } from "node:zlib";
 
 const here = dirname(fileURLToPath(import.meta.url));
 const modules = join(here, "node_modules");
@@ -49,6 +50,12 @@ function copyLibrary({ name, package: source, files, licence, to }) {
   for (const [from, file] of copies) copyFileSync(from, join(folder, file));
   const sums = copies.map(([, file]) => `${sha256(join(folder, file))}  ${file}\n`);
   writeFileSync(join(folder, "SHA256SUMS"), sums.join(""));
+  if (to === vendor) for (const file of files) compress(join(folder, file.split("/").pop()));
+}
+
+// The server sends `file.gz` to browsers that take it.
+function compress(path) {
+  writeFileSync(`${path}.gz`, gzipSync(readFileSync(path), { level: 9 }));
 }
 
 function iconSprite() {
@@ -96,4 +103,5 @@ libraries.forEach(copyLibrary);
 iconSprite();
 plotlyStyles();
 styleSheet();
+compress(join(assets, "app.css"));
 console.log(readdirSync(vendor).concat(readdirSync(testVendor)).join(" "));

@@ -19,7 +19,7 @@ export function dashArray(index) {
   return ["", "7 4", "2 3", "7 3 2 3", "11 4", "11 3 2 3"][index % DASHES.length];
 }
 
-function layout(chart, now) {
+function layout(chart, now, top) {
   const ink = token("--muted");
   const grid = token("--color-base-300");
   const axis = { color: ink, gridcolor: grid, zeroline: false, fixedrange: true, automargin: true };
@@ -34,8 +34,8 @@ function layout(chart, now) {
     dragmode: false,
     showlegend: true,
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
-    xaxis: { ...axis, type: "date", range: [localTime(now - WINDOW), localTime(now)], nticks: 6, showgrid: false },
-    yaxis: { ...axis, rangemode: "tozero", nticks: 5, ...chart.yaxis },
+    xaxis: { ...axis, type: "date", tickformat: "%H:%M", range: [localTime(now - WINDOW), localTime(now)], nticks: 6, showgrid: false },
+    yaxis: { ...axis, range: [0, top * 1.12], nticks: 5, ticklabelstandoff: 6, ...chart.yaxis },
   };
 }
 
@@ -82,7 +82,8 @@ export class Chart {
   #drawChart() {
     const { points, series, now } = this.data;
     const traces = series.map((one) => trace(one, points, this));
-    window.Plotly.react(this.canvas, traces, layout(this, now), CONFIG);
+    const top = Math.max(1, ...traces.flatMap((one) => one.y));
+    window.Plotly.react(this.canvas, traces, layout(this, now, top), CONFIG);
   }
 
   #drawTable() {
@@ -116,11 +117,16 @@ export class Chart {
   }
 }
 
-export function sparkline(svg, values) {
-  const known = values.filter((value) => value !== null && value !== undefined);
-  const top = Math.max(...known, 1e-9);
+// A line without axes; `top` is the value at the upper edge. Unknown values break it.
+export function sparkline(svg, values, top = Math.max(...values.map((value) => value ?? 0), 1)) {
   const step = 100 / Math.max(values.length - 1, 1);
-  const line = values.map((value, index) => (value === null || value === undefined ? null : [index * step, 23 - (value / top) * 22]));
-  const drawn = line.filter(Boolean).map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`);
-  svg.querySelector("polyline").setAttribute("points", drawn.join(" "));
+  const place = (value, index) => `${(index * step).toFixed(1)} ${(23 - (value / top) * 22).toFixed(1)}`;
+  let pen = "M";
+  let path = "";
+  values.forEach((value, index) => {
+    const known = value !== null && value !== undefined;
+    if (known) path += `${pen}${place(value, index)}`;
+    pen = known ? "L" : "M";
+  });
+  svg.querySelector("path").setAttribute("d", path);
 }

@@ -7,6 +7,7 @@ import { LiveTopic } from "./live.js";
 const POINTS = 300;
 const SPARK_POINTS = 60;
 const FRESH_FOR = 5; // seconds
+const SHARES = new Set(["attainment", "kv", "busy", "gpu"]);
 const BADGES = { live: "badge-success", paused: "badge-info", stale: "badge-warning", reconnecting: "badge-warning" };
 const STATE_BADGES = { ready: "badge-success", starting: "badge-info", draining: "badge-warning", failed: "badge-error" };
 
@@ -28,10 +29,10 @@ const SHARE = { hover: "%{y:.1%}", text: percent, yaxis: { tickformat: ".0%", ra
 
 function engineSeries(view) {
   const series = [
-    { name: texts.kv, index: 2, value: (point) => point.kv },
-    { name: texts.busy, index: 1, value: (point) => point.busy },
+    { name: texts.kv, index: 2, value: (point) => point.totals.kv },
+    { name: texts.busy, index: 1, value: (point) => point.totals.busy },
   ];
-  if (view.totals.gpu !== null) series.push({ name: texts.gpu, index: 0, value: (point) => point.gpu });
+  if (view.totals.gpu !== null) series.push({ name: texts.gpu, index: 0, value: (point) => point.totals.gpu });
   return series;
 }
 
@@ -39,7 +40,7 @@ const charts = [
   new Chart(root, "waiting", { series: byTier("waiting"), text: count }),
   new Chart(root, "running", { series: byTier("running"), text: count }),
   new Chart(root, "throughput", {
-    series: () => [{ name: texts.tokensPerSecond, index: 0, value: (point) => point.tokens_per_s }],
+    series: () => [{ name: texts.tokensPerSecond, index: 0, value: (point) => point.totals.tokens_per_s }],
     text: count,
   }),
   new Chart(root, "attainment", { series: byTier("attainment"), ...SHARE }),
@@ -86,12 +87,10 @@ function drawTiles(totals) {
 
 function drawSparks() {
   const recent = points.slice(-SPARK_POINTS);
-  const sum = (field) => (point) => {
-    const values = Object.values(point.tiers);
-    return values.length ? values.reduce((total, tier) => total + tier[field], 0) : null;
-  };
-  const lines = { waiting: sum("waiting"), running: sum("running"), tokens_per_s: (p) => p.tokens_per_s, kv: (p) => p.kv, busy: (p) => p.busy };
-  for (const [key, value] of Object.entries(lines)) sparkline(root.querySelector(`[data-spark="${key}"]`), recent.map(value));
+  for (const svg of root.querySelectorAll("[data-spark]")) {
+    const key = svg.dataset.spark;
+    sparkline(svg, recent.map((point) => point.totals[key]), SHARES.has(key) ? 1 : undefined);
+  }
 }
 
 function tierMark(index) {
@@ -134,7 +133,16 @@ function tierRow(tier) {
     cell.className = `figure whitespace-nowrap text-right${bad ? " font-semibold text-error" : ""}`;
     cell.textContent = text;
   }
+  if (tier.judged) row.lastElementChild.append(attainmentBar(tier, missed));
   return row;
+}
+
+function attainmentBar(tier, missed) {
+  const bar = document.createElement("progress");
+  bar.className = `progress ml-3 w-24 align-middle max-md:hidden ${missed ? "progress-error" : "progress-success"}`;
+  bar.value = tier.attainment;
+  bar.setAttribute("aria-hidden", "true"); // the numbers beside it say the same
+  return bar;
 }
 
 function drawTiers(tiers) {
