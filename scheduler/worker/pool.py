@@ -199,9 +199,7 @@ class Pool:
             await self._after_death(self._services.clock.now() - started)
 
     async def _bury(self, runs: Runs) -> None:
-        """The engine died: every stream ends with it, what waited is refused."""
-        self._enter(PoolState.STARTING, self.message)
-        self._refuse_queue(Refusal(Reason.ENGINE_NOT_READY, "The engine failed; it is being rebuilt.", RETRY_STARTING))
+        """The engine died: every stream ends with it."""
         await first(runs.wait(), self._services.clock.sleep(DEAD_ENGINE_SECONDS))
         runs.stop(Reason.ENGINE_FAILED)
         await runs.wait()
@@ -337,10 +335,15 @@ class Pool:
 
     def died(self, error: EngineDeadError) -> None:
         """A call to the engine has found it dead. Every call that does may say so."""
-        if not self._dead.is_set():
-            log.error("engine died", model=self.model, error=str(error))
-            self.message = f"The engine died and is being rebuilt: {error}"
-            self._dead.set()
+        if self._dead.is_set():
+            return
+        self._dead.set()
+        log.error("engine died", model=self.model, error=str(error))
+        if self.state is PoolState.READY:  # now, before the pump hands what waits to a dead engine
+            self._enter(PoolState.STARTING, f"The engine died and is being rebuilt: {error}")
+            self._refuse_queue(
+                Refusal(Reason.ENGINE_NOT_READY, "The engine failed; it is being rebuilt.", RETRY_STARTING)
+            )
 
     def _ring(self) -> None:
         if self._pump is not None:

@@ -21,7 +21,7 @@ from tenants.models import Tier
 ADDRESS = "scheduler"
 WALL = 1_800_000_000.0  # Unix time at the manual clock's zero
 STEP = {"step": {"base": 0.01}, "max_seqs": 4, "step_tokens": 64, "kv_tokens": 4096, "max_model_len": 512}
-PATIENCE = 5.0  # seconds of real time that a condition may take
+PATIENCE = 20.0  # seconds of real time that a condition may take
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Product:
     gateway: Gateway
     options: Options
     _ids: int = 0
+    _stopping: asyncio.Task[None] | None = None
     _readers: list[asyncio.Task[Any]] = field(default_factory=list)
 
     def submit(self, *, words: int = 3, max_tokens: int | None = 4, tier: str = "vip", **changes: Any) -> Answer:
@@ -65,13 +66,40 @@ class Product:
                 await self.clock.advance(step)
                 await asyncio.sleep(0.0005)  # threads: rendering, database
 
+    async def ready(self, model: str = "demo") -> None:
+        await self.state(model, "ready")
+
+    async def state(self, model: str, state: str | None) -> None:
+        """Until the web knows the model in that state (None: not at all)."""
+        await self.until(lambda: self.gateway.models().get(model) == state)
+
     async def settled(self) -> None:
         """Everything that has ended is in the database."""
         settlement = self.runtime.services.settlement
         await self.until(lambda: settlement.open_intents() == 0)
         assert await settlement.drain()
 
+    def assert_nothing_is_held(self) -> None:
+        """Conservation: when nothing is alive, nothing is reserved, open, waiting or running."""
+        services = self.runtime.services
+        assert services.admission.reserved() == 0
+        assert services.settlement.open_intents() == 0
+        for pool in self.runtime.pools.values():
+            assert pool.flights == {}
+            if pool.planner is not None:
+                snapshot = pool.planner.snapshot(self.clock.now())
+                assert snapshot.in_flight == 0
+                assert all(tier.waiting == tier.running == 0 for tier in snapshot.tiers.values())
+
+    def stop(self) -> asyncio.Task[None]:
+        """Begin to stop the scheduler process, once."""
+        self._stopping = self._stopping or asyncio.create_task(self.runtime.stop())
+        return self._stopping
+
     async def close(self) -> None:
+        stopping = self.stop()
+        await self.until(stopping.done)
+        stopping.result()
         for task in self._readers:
             task.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
@@ -154,13 +182,6 @@ def start(tmp_path: Path) -> Callable[..., Any]:
         try:
             yield product
         finally:
-            await stop(product)
+            await product.close()
 
     return started
-
-
-async def stop(product: Product) -> None:
-    stopping = asyncio.create_task(product.runtime.stop())
-    await product.until(stopping.done)
-    stopping.result()
-    await product.close()
