@@ -1,0 +1,7 @@
+"""Waiting for what the product does."""
+
+from __future__ import annotations
+
+from tests.faults.conftest import eventually
+
+__all__ = ["eventually"]
