@@ -12,8 +12,8 @@ CHALLENGE: Header = (b"www-authenticate", b'Bearer realm="Harness"')
 INVALID_KEY = "Incorrect API key provided, or none. Send it as 'Authorization: Bearer <key>'."
 
 
-async def authenticate(exchange: Exchange, runtime: WebRuntime, scope: str) -> Principal:
-    """The principal of the request's key. Raises ApiError: 401, 403 or 503.
+async def authenticate(exchange: Exchange, runtime: WebRuntime, scope: str | None) -> Principal:
+    """The principal of the request's key; `scope` None means that any key will do. Raises ApiError: 401, 403 or 503.
 
     Unknown, wrong, expired and revoked keys, and none at all, are one answer.
     """
@@ -23,7 +23,7 @@ async def authenticate(exchange: Exchange, runtime: WebRuntime, scope: str) -> P
     except AuthError as error:
         raise auth_failure(error) from None
     exchange.tenant, exchange.key = principal.tenant_slug, principal.key_id
-    if not principal.has_scope(scope):
+    if scope is not None and not principal.has_scope(scope):
         raise ApiError("missing_scope", f"This key does not have the scope '{scope}'.")
     return principal
 

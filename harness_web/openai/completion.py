@@ -38,27 +38,27 @@ class BatchInfo(msgspec.Struct):
     compute_time: float  # dispatch to last token
 
 
-class AssistantMessage(msgspec.Struct):
-    content: str
+class AssistantMessage(msgspec.Struct, kw_only=True):
     role: str = "assistant"
+    content: str
     refusal: None = None
 
 
-class Choice(msgspec.Struct):
-    message: AssistantMessage
-    finish_reason: str
+class Choice(msgspec.Struct, kw_only=True):
     index: int = 0
+    message: AssistantMessage
     logprobs: None = None
+    finish_reason: str
 
 
-class Completion(msgspec.Struct):
+class Completion(msgspec.Struct, kw_only=True):
     id: str
+    object: str = "chat.completion"
     created: int
     model: str
     choices: tuple[Choice, ...]
     usage: Usage
     batch_info: BatchInfo
-    object: str = "chat.completion"
 
 
 def completion_id(exchange: Exchange) -> str:
@@ -123,10 +123,10 @@ class WholeAnswer:
     def _completion(self, done: Done) -> Completion:
         text = "".join((*self._texts, done.text))
         return Completion(
-            completion_id(self._exchange),
-            self._created,
-            self._model,
-            (Choice(AssistantMessage(text), done.finish_reason),),
-            usage_of(done),
-            batch_info_of(done),
+            id=completion_id(self._exchange),
+            created=self._created,
+            model=self._model,
+            choices=(Choice(message=AssistantMessage(content=text), finish_reason=done.finish_reason),),
+            usage=usage_of(done),
+            batch_info=batch_info_of(done),
         )

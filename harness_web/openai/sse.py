@@ -44,21 +44,21 @@ class ChunkDelta(msgspec.Struct, omit_defaults=True):
     content: str | None = None
 
 
-class ChunkChoice(msgspec.Struct):
-    delta: ChunkDelta
-    finish_reason: str | None = None
+class ChunkChoice(msgspec.Struct, kw_only=True):
     index: int = 0
+    delta: ChunkDelta
     logprobs: None = None
+    finish_reason: str | None = None
 
 
-class Chunk(msgspec.Struct):
+class Chunk(msgspec.Struct, kw_only=True):
     id: str
+    object: str = "chat.completion.chunk"
     created: int
     model: str
     choices: tuple[ChunkChoice, ...]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     batch_info: BatchInfo | msgspec.UnsetType = msgspec.UNSET
-    object: str = "chat.completion.chunk"
 
 
 class Chunks:
@@ -67,32 +67,47 @@ class Chunks:
     _MARK = "\x00"
 
     def __init__(self, id_: str, created: int, model: str, *, include_usage: bool) -> None:
-        self._identity = (id_, created, model)
+        self._id = id_
+        self._created = created
+        self._model = model
         self._include_usage = include_usage
-        sample = self._event(ChunkChoice(ChunkDelta(content=self._MARK)))
+        sample = self._choice(ChunkChoice(delta=ChunkDelta(content=self._MARK)))
         self._before, self._after = sample.split(_json.encode(self._MARK), 1)
 
     def role(self) -> bytes:
-        return self._event(ChunkChoice(ChunkDelta(role="assistant", content="")))
+        return self._choice(ChunkChoice(delta=ChunkDelta(role="assistant", content="")))
 
     def text(self, text: str) -> bytes:
         return self._before + _json.encode(text) + self._after
 
     def end(self, done: Done) -> bytes:
         """Everything that follows the last text."""
-        last = ChunkChoice(ChunkDelta(), done.finish_reason)
+        last = ChunkChoice(delta=ChunkDelta(), finish_reason=done.finish_reason)
+        batch_info = batch_info_of(done)
         if not self._include_usage:
-            return self._event(last, batch_info=batch_info_of(done)) + DONE
-        usage = Chunk(*self._identity, (), usage_of(done), batch_info_of(done))
-        return self._event(last) + _event(usage) + DONE
+            return self._choice(last, batch_info=batch_info) + DONE
+        return self._choice(last) + self._event((), usage=usage_of(done), batch_info=batch_info) + DONE
 
-    def _event(self, choice: ChunkChoice, *, batch_info: BatchInfo | msgspec.UnsetType = msgspec.UNSET) -> bytes:
+    def _choice(self, choice: ChunkChoice, *, batch_info: BatchInfo | msgspec.UnsetType = msgspec.UNSET) -> bytes:
         usage = None if self._include_usage else msgspec.UNSET
-        return _event(Chunk(*self._identity, (choice,), usage, batch_info))
+        return self._event((choice,), usage=usage, batch_info=batch_info)
 
-
-def _event(chunk: Chunk) -> bytes:
-    return b"data: " + _json.encode(chunk) + b"\n\n"
+    def _event(
+        self,
+        choices: tuple[ChunkChoice, ...],
+        *,
+        usage: Usage | msgspec.UnsetType | None,
+        batch_info: BatchInfo | msgspec.UnsetType,
+    ) -> bytes:
+        chunk = Chunk(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage,
+            batch_info=batch_info,
+        )
+        return b"data: " + _json.encode(chunk) + b"\n\n"
 
 
 class StreamedAnswer:

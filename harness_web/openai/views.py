@@ -35,14 +35,14 @@ async def chat_completions(exchange: Exchange, runtime: WebRuntime) -> None:
 
 
 async def list_models(exchange: Exchange, runtime: WebRuntime) -> None:
-    principal = await authenticate(exchange, runtime, "inference")
+    principal = await authenticate(exchange, runtime, None)
     check_connected(runtime)
     models = [model_object(name) for name in sorted(runtime.gateway.models()) if principal.allows_model(name)]
     await exchange.respond(200, msgspec.json.encode({"object": "list", "data": models}))
 
 
 async def retrieve_model(exchange: Exchange, runtime: WebRuntime) -> None:
-    principal = await authenticate(exchange, runtime, "inference")
+    principal = await authenticate(exchange, runtime, None)
     name = exchange.path.removeprefix("/v1/models/")
     check_connected(runtime)
     if not principal.allows_model(name) or name not in runtime.gateway.models():
