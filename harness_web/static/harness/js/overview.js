@@ -173,7 +173,7 @@ function drawEngines(engines, gpus) {
     rows.push(engineRow({ model: gpu.name, replica: "", state: "gpu", message: "", hint: "" }));
     put('[data-engine="state"]', "GPU", rows.at(-1));
     const used = gpu.memory_total ? gpu.memory_used / gpu.memory_total : null;
-    put('[data-engine="numbers"]', `${percent(gpu.utilisation)} ${texts.gpu}  ·  ${percent(used)} memory`, rows.at(-1));
+    put('[data-engine="numbers"]', `${percent(gpu.utilisation)} ${texts.gpu}  ·  ${percent(used)} ${texts.memory}`, rows.at(-1));
   }
   root.querySelector("[data-engines]").replaceChildren(...rows);
   root.querySelector('[data-empty="engines"]').hidden = rows.length > 0;
