@@ -82,14 +82,15 @@ class StatusBoard:
     async def write(self) -> bool:
         """Write what waits; False if the database is away."""
         self._news.clear()
-        statuses, self._waiting = self._waiting, {}
+        statuses = dict(self._waiting)
         try:
             await self._thread.run(write_statuses, statuses, self._process, self._epoch)
         except DatabaseAway as error:
             log.warning("deployment status cannot be written", error=type(error).__name__)
-            self._waiting = statuses | self._waiting
             self._news.set()
             return False
+        # Only now: a write that is cancelled is done again.
+        self._waiting = {key: status for key, status in self._waiting.items() if statuses.get(key) is not status}
         return True
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from asgiref.sync import sync_to_async
 
@@ -99,7 +101,7 @@ async def test_a_failed_start_is_tried_again_with_back_off(start):
 
     async with start(engine_factory=flaky) as product:
         await product.ready()
-    gaps = [later - earlier for earlier, later in zip(tries, tries[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(tries)]
     assert gaps == pytest.approx([1.0, 2.0, 4.0], abs=0.3)
 
 
