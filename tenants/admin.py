@@ -41,7 +41,7 @@ class AuditedAdmin(ModelAdmin):  # type: ignore[misc]  # the package has no type
         super().save_model(request, obj, form, change)
         self.audit(request, "change" if change else "create", obj, before, describe(obj))
 
-    def delete_model(self, request: HttpRequest, obj: Model) -> None:
+    def delete_model(self, request: HttpRequest, obj: Any) -> None:
         with one_change(actor=actor_of(request)):
             self.audit(request, "remove", obj, describe(obj), None)
             super().delete_model(request, obj)
@@ -222,12 +222,12 @@ admin.site.unregister(Group)
 
 
 @admin.register(User)
-class UserAdmin(BaseUserAdmin, AuditedAdmin):  # type: ignore[type-arg,misc]  # two ModelAdmins, as Unfold says
+class UserAdmin(BaseUserAdmin, AuditedAdmin):  # type: ignore[type-arg]  # generic in the stubs only
     form = UserChangeForm
     add_form = UserCreationForm
     change_password_form = AdminPasswordChangeForm
 
 
 @admin.register(Group)
-class GroupAdmin(BaseGroupAdmin, AuditedAdmin):  # type: ignore[misc]  # as above
+class GroupAdmin(BaseGroupAdmin, AuditedAdmin):
     pass
