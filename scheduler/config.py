@@ -219,7 +219,10 @@ def _milliseconds(path: str, value: Any) -> float:
 
 
 def _of(version: PolicyVersion) -> ConfigDocument:
-    return ConfigDocument(version.version, version.policy, version.document["tiers"])
+    """Tiers in order of rank: PostgreSQL's JSON keeps no order of keys."""
+    tiers = sorted(version.document["tiers"].items(), key=lambda item: (item[1]["rank"], item[0]))
+    policy = {name: version.policy[name] for name in _policy_fields(PolicyConfig())}
+    return ConfigDocument(version.version, policy, dict(tiers))
 
 
 def _tier_documents() -> dict[str, dict[str, Any]]:

@@ -65,9 +65,11 @@ def check_tiers(tiers: Iterable[Tier]) -> None:
         raise TierError(tiers[0].name, "weight", "At least one tier needs a weight above 0.")
     # Rounded: 0.1 + 0.2 + 0.7 must count as 1.
     if round(sum(tier.floor for tier in tiers), 9) > 1:
-        raise TierError(tiers[-1].name, "floor", "The floors of all tiers add up to more than 1.")
+        largest = max(tiers, key=lambda tier: tier.floor)
+        raise TierError(largest.name, "floor", "The floors of all tiers add up to more than 1.")
     if round(sum(tier.reserved_slots for tier in tiers), 9) >= 1:
-        raise TierError(tiers[-1].name, "reserved_slots", "The reserved slots of all tiers must stay below 1.")
+        largest = max(tiers, key=lambda tier: tier.reserved_slots)
+        raise TierError(largest.name, "reserved_slots", "The reserved slots of all tiers must stay below 1.")
 
 
 def to_document(tier: Tier) -> dict[str, Any]:

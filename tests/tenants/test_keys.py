@@ -37,7 +37,8 @@ def test_a_mistyped_character_is_noticed_without_a_look_up(position: int, char: 
 
 
 @pytest.mark.parametrize(
-    "nonsense", ["", "s", "sk-", "sk-wrong-ABCDEF0123456789", "x" * 64, "sk-" + "é" * 61, "sk-" + "0" * 62, "y" * 10_000]
+    "nonsense",
+    ["", "s", "sk-", "sk-wrong-ABCDEF0123456789", "x" * 64, "sk-" + "é" * 61, "sk-" + "0" * 62, "y" * 10_000],
 )
 def test_nonsense_is_no_key(nonsense: str) -> None:
     assert keys.parse(nonsense) is None

@@ -1,0 +1,126 @@
+"""Tenancy in the admin."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from django.contrib import admin
+from django.contrib.auth.models import User
+from django.test import Client
+from django.urls import reverse
+
+from scheduler import config
+from scheduler.models import Deployment
+from tenants import keys
+from tenants.changes import current_version
+from tenants.ledger import record_usage
+from tenants.models import ApiKey, AuditEvent, Limit, Tenant, Tier, UsageRecord
+
+from .conftest import issue
+from .test_ledger import ROW
+
+pytestmark = pytest.mark.django_db
+OURS = [model for model in admin.site._registry if model._meta.app_label in ("tenants", "scheduler")]
+
+
+@pytest.fixture
+def browser(client: Client) -> Client:
+    client.force_login(User.objects.create_superuser("ada"))
+    return client
+
+
+def page(model: type[Any], name: str, *args: Any) -> str:
+    return reverse(f"admin:{model._meta.app_label}_{model._meta.model_name}_{name}", args=args)
+
+
+def values_of(tier: Tier, **changes: Any) -> dict[str, Any]:
+    names = [field.name for field in Tier._meta.fields if field.name != "id"]
+    values = {name: getattr(tier, name) for name in names} | changes
+    return {name: value for name, value in values.items() if value is not False}
+
+
+@pytest.mark.parametrize("model", OURS, ids=lambda model: model.__name__)
+def test_every_model_has_a_list(browser: Client, acme: Tenant, model: type[Any]) -> None:
+    issue(acme)
+    record_usage([ROW])
+    assert browser.get(page(model, "changelist")).status_code == 200
+
+
+def test_a_new_key_is_shown_once_and_never_again(browser: Client, acme: Tenant) -> None:
+    form = {"tenant": acme.pk, "name": "prod", "scopes": ["inference", "usage"], "models": '["*"]', "allowed_ips": "[]"}
+    created = browser.post(page(ApiKey, "add"), form, follow=True)
+    (token,) = set(re.findall(r"sk-[0-9A-Za-z]{61}", created.content.decode()))
+    key = ApiKey.objects.get()
+    assert key.digest == keys.digest(token, key.pepper_version) and key.scopes == ["inference", "usage"]
+    for url in (page(ApiKey, "changelist"), page(ApiKey, "change", key.pk), page(AuditEvent, "changelist")):
+        text = browser.get(url).content.decode()
+        assert token not in text and key.digest not in text
+    audit = json.dumps(list(AuditEvent.objects.values("target", "before", "after")))
+    assert token not in audit and key.digest not in audit
+
+
+def test_a_key_is_revoked_by_an_action_and_the_deed_is_on_record(browser: Client, acme: Tenant) -> None:
+    key = issue(acme).key
+    before = current_version()
+    browser.post(page(ApiKey, "changelist"), {"action": "revoke", "_selected_action": [key.pk]})
+    key.refresh_from_db()
+    assert key.revoked_at is not None and current_version() == before + 1
+    event = AuditEvent.objects.get()
+    assert (event.actor, event.action, event.source_ip) == ("user ada", "apikey.revoke", "127.0.0.1")
+
+
+def test_a_tier_saved_in_the_admin_is_a_policy_version_by_that_user(browser: Client, acme: Tenant) -> None:
+    before = current_version()
+    browser.post(page(Tier, "change", acme.tier.pk), values_of(acme.tier, weight=7))
+    assert config.current().tiers["vip"]["weight"] == 7.0 and current_version() == before + 1
+    event = AuditEvent.objects.get()
+    assert (event.action, event.before["weight"], event.after["weight"]) == ("tier.change", 1.0, 7.0)
+
+
+def test_tiers_that_do_not_fit_together_are_refused_in_the_form(browser: Client, acme: Tenant, globex: Tenant) -> None:
+    Tier.objects.filter(name="free").update(floor=0.5)
+    refused = browser.post(page(Tier, "change", acme.tier.pk), values_of(acme.tier, floor=0.6))
+    assert refused.status_code == 200 and b"add up to more than 1" in refused.content
+    assert Tier.objects.get(name="vip").floor == 0.0
+
+
+def test_limits_of_no_owner_are_refused_in_the_form(browser: Client) -> None:
+    refused = browser.post(page(Limit, "add"), {"kind": "rpm", "value": 5, "hard": "on", "alerts": "[]"})
+    assert b"exactly one tier, tenant or key" in refused.content and not Limit.objects.exists()
+
+
+def test_ledger_and_audit_cannot_be_written(browser: Client) -> None:
+    record_usage([ROW])
+    usage = UsageRecord.objects.get()
+    assert browser.get(page(UsageRecord, "add")).status_code == 403
+    assert browser.post(page(UsageRecord, "change", usage.pk), {"model": "x"}).status_code == 403
+    assert browser.post(page(UsageRecord, "delete", usage.pk), {"post": "yes"}).status_code == 403
+    assert browser.get(page(AuditEvent, "add")).status_code == 403
+
+
+def test_deleting_a_tenant_is_on_record(browser: Client, acme: Tenant) -> None:
+    issue(acme)
+    browser.post(page(Tenant, "delete", acme.pk), {"post": "yes"})
+    assert not Tenant.objects.exists()
+    event = AuditEvent.objects.get()
+    assert (event.action, event.target, event.before["slug"]) == ("tenant.remove", "tenant acme", "acme")
+
+
+def test_a_deployment_is_removed_and_comes_back_by_actions(browser: Client) -> None:
+    deployment = Deployment.objects.create(model="demo", engine="simulated")
+    for action, removed in (("remove", True), ("deploy_again", False)):
+        browser.post(page(Deployment, "changelist"), {"action": action, "_selected_action": [deployment.pk]})
+        deployment.refresh_from_db()
+        assert (deployment.removed_at is not None) is removed
+    assert list(AuditEvent.objects.values_list("action", flat=True)) == ["deployment.deploy", "deployment.remove"]
+
+
+def test_a_password_is_never_in_the_audit_log(browser: Client) -> None:
+    form = {"username": "bob", "password1": "correct horse battery", "password2": "correct horse battery"}
+    browser.post(reverse("admin:auth_user_add"), {**form, "usable_password": "true"})
+    stored = User.objects.get(username="bob").password
+    event = AuditEvent.objects.get(action="user.create")
+    assert stored not in json.dumps(event.after) and "horse" not in json.dumps(event.after)
