@@ -17,7 +17,8 @@ from typing import Any
 
 import structlog
 
-_SECRETS = re.compile(r"sk-[0-9A-Za-z]{8,}|(?<=[Bb]earer )[^\s\"',]+")
+# The characters that a token may have, and no others: the line must stay the JSON it is.
+_SECRETS = re.compile(r"sk-[0-9A-Za-z]{8,}|(?<=[Bb]earer )[0-9A-Za-z._~+/=-]+")
 REDACTED = "[redacted]"
 # Servers and task runners that bring handlers of their own; their records come here instead.
 FOREIGN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "celery", "celery.task", "django")

@@ -94,8 +94,12 @@ class Product:
         self.manage("migrate", "-v0")
         self.apply(DOCUMENT)
         self._run("manage.py", "run_scheduler")
+        self.start_web()
+        eventually(lambda: self.health("/readyz") == 200, START)
+
+    def start_web(self) -> None:
         self._run("-m", "uvicorn", *uvicorn_arguments("127.0.0.1", self.port, 1))
-        eventually(self._ready, START)
+        eventually(lambda: self.health("/healthz") == 200, START)
 
     def stop(self) -> None:
         for process in reversed(self._processes):
@@ -129,20 +133,21 @@ class Product:
             )
         self._processes.append(process)
 
-    def _ready(self) -> bool:
+    def health(self, path: str) -> int:
+        """The status of a probe; 0 while nobody answers."""
         assert all(process.poll() is None for process in self._processes), self.log()
         try:
-            return httpx.get(self.url + "/readyz").status_code == 200
+            return httpx.get(self.url + path).status_code
         except httpx.TransportError:
-            return False
+            return 0
 
 
 @contextmanager
-def served() -> Iterator[Product]:
+def installed() -> Iterator[Product]:
+    """An empty data directory; nothing runs yet."""
     data_dir = Path(tempfile.mkdtemp(prefix="hw-", dir="/tmp"))
     product = Product(data_dir)
     try:
-        product.start()
         yield product
     finally:
         product.stop()

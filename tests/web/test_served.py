@@ -17,14 +17,16 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
-from tests.web.product import Product, eventually, served
+from tenants.keys import mint
+from tests.web.product import Product, eventually, installed
 
 HELLO: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "hello there friend"}]
 
 
 @pytest.fixture(scope="module")
 def product() -> Iterator[Product]:
-    with served() as product:
+    with installed() as product:
+        product.start()
         yield product
 
 
@@ -308,3 +310,16 @@ def test_no_key_and_no_prompt_is_in_any_log(product: Product) -> None:
     assert '"event": "request"' in log
     assert "hello there friend" not in log
     assert not [name for name, key in product.keys.items() if key in log or key[3:] in log]
+
+
+def test_a_web_process_alone_answers_and_says_what_is_missing() -> None:
+    """FR-038, the database away; and no scheduler."""
+    with installed() as product:
+        product.start_web()
+        assert product.health("/readyz") == 503
+        headers = {"authorization": f"Bearer {mint().token}"}
+        response = httpx.get(product.url + "/v1/models", headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "authentication_unavailable")
+        assert int(response.headers["retry-after"]) >= 1
+        headers["authorization"] += "x"
+        assert httpx.get(product.url + "/v1/models", headers=headers).status_code == 401
