@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 # The characters that a token may have, and no others: the line must stay the JSON it is.
-_SECRETS = re.compile(r"sk-[0-9A-Za-z]{8,}|(?<=[Bb]earer )[0-9A-Za-z._~+/=-]+")
+_SECRETS = re.compile(r"(?<![0-9A-Za-z])sk-[0-9A-Za-z_-]{8,}|(?<=[Bb]earer )[0-9A-Za-z._~+/=-]+")
 REDACTED = "[redacted]"
 # Servers and task runners that bring handlers of their own; their records come here instead.
 FOREIGN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "celery", "celery.task", "django")
