@@ -134,9 +134,9 @@ class Exchange:
     async def respond(
         self, status: int, body: bytes, *, headers: Iterable[Header] = (), content_type: Header = JSON
     ) -> None:
-        """A whole answer."""
+        """A whole answer; 204 is the one without content."""
         length = (b"content-length", str(len(body)).encode())
-        await self._start(status, [content_type, length, *headers])
+        await self._start(status, [*([] if status == 204 else [content_type, length]), *headers])
         await self.write(b"" if self.method == "HEAD" else body, more=False)
 
     async def begin_stream(self, headers: Iterable[Header]) -> None:

@@ -43,7 +43,7 @@ async def list_models(exchange: Exchange, runtime: WebRuntime) -> None:
 
 async def retrieve_model(exchange: Exchange, runtime: WebRuntime) -> None:
     principal = await authenticate(exchange, runtime, None)
-    name = exchange.path.removeprefix("/v1/models/")
+    name = exchange.path.removeprefix("/v1/models/").removesuffix("/")
     check_connected(runtime)
     if not principal.allows_model(name) or name not in runtime.gateway.models():
         raise unknown_model(name)

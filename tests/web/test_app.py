@@ -71,6 +71,7 @@ async def test_allow_names_the_methods(stage: Stage) -> None:
     assert (await stage.ask("POST", "/v1/models")).headers["allow"] == "GET, HEAD, OPTIONS"
     options = await stage.ask("OPTIONS", "/v1/config")
     assert (options.status, options.headers["allow"]) == (204, "GET, POST, HEAD, OPTIONS")
+    assert "content-length" not in options.headers
 
 
 async def test_head_is_get_without_a_body(stage: Stage) -> None:
@@ -145,7 +146,8 @@ async def test_models_are_those_the_key_may_use(stage: Stage) -> None:
 
 
 async def test_a_model_is_found_by_its_id_even_with_slashes(stage: Stage) -> None:
-    assert (await stage.ask("GET", "/v1/models/org/name:tag")).json["id"] == "org/name:tag"
+    for path in ("/v1/models/org/name:tag", "/v1/models/org/name:tag/"):
+        assert (await stage.ask("GET", path)).json["id"] == "org/name:tag"
 
 
 @pytest.mark.parametrize("name", ["no-such", "Demo", "demo ", "../../etc", "x" * 5000])
