@@ -43,6 +43,7 @@ ENGINES = tuple(sorted(path.stem.removeprefix("deployment-") for path in DEMO.gl
 DEFAULT_ENGINE = "vllm"
 SECRETS_FILE = "seed-secrets.json"
 NEEDED_BYTES = 256 * 1024 * 1024  # free space below which a start would soon end in errors
+MAX_PORT = 65535
 BACKLOG = 2048  # connections that wait while the web processes start or are busy
 
 Say = Callable[[str], None]
@@ -99,22 +100,28 @@ def only_one(run_dir: Path) -> Iterator[None]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket for the web processes to share. Raises UpError."""
+    """A listening socket for the web processes to share; port 0 takes any free one. Raises UpError."""
+    if not 0 <= port <= MAX_PORT:  # the resolver would take the remainder
+        raise UpError(f"Port {port} does not exist: choose one from 1 to {MAX_PORT}.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OverflowError:
-        raise UpError(f"Port {port} does not exist: choose one from 1 to 65535.") from None
+        with contextlib.ExitStack() as on_failure:
+            listener = on_failure.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+            on_failure.pop_all()
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise UpError(f"Port {port} on {host} is in use by another program: choose another with --port.") from error
-        if error.errno == errno.EACCES:
-            raise UpError(f"Port {port} needs rights that this user lacks: choose one above 1023.") from error
-        raise UpError(f"Cannot listen on {host} port {port}: {error.strerror or error}.") from error
+        raise UpError(_cannot_listen(host, port, error)) from error
     return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"Port {port} on {host} is in use by another program: choose another with --port."
+    if error.errno == errno.EACCES:
+        return f"Port {port} needs rights that this user lacks: choose one above 1023."
+    return f"Cannot listen on {host} port {port}: {error.strerror or error}."
 
 
 def check_disk(data_dir: Path, needed: int = NEEDED_BYTES) -> None:
