@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import InterfaceError, OperationalError, connections
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# What a database that is away raises. OperationalError is a DatabaseError.
-DatabaseAway = (DatabaseError, InterfaceError, OSError)
+# What a database that is away raises. Not what a database that is there says of the data it is given.
+DatabaseAway = (OperationalError, InterfaceError, OSError)
 
 
 class DatabaseThread:

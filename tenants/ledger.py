@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from decimal import Decimal
 
-from django.db import transaction
+from django.core.exceptions import ValidationError
+from django.db import DataError, IntegrityError, transaction
 
 from .models import UsageRecord
 
@@ -56,27 +57,34 @@ class UsageRow:
 
 
 class LedgerError(Exception):
-    """The database did not keep a row it was given."""
+    """The database does not take a row: trying again cannot help."""
+
+
+# A value too long, too large or with too many decimals for its column.
+Unfit = (DataError, IntegrityError, ValidationError, OverflowError)
 
 
 def record_usage(rows: Sequence[UsageRow]) -> int:
     """Write the rows that are not there yet, by (request id, attempt); the number of those written.
 
-    Safe to repeat after any failure: a row counts once however often it is handed in. Raises LedgerError when a row is
-    not there afterwards.
+    Safe to repeat after any failure: a row counts once however often it is handed in. Raises LedgerError for a row
+    that no column fits; the rows of earlier chunks are written then.
     """
     return sum(_record_chunk(rows[start : start + CHUNK]) for start in range(0, len(rows), CHUNK))
 
 
 def _record_chunk(rows: Sequence[UsageRow]) -> int:
     wanted = {(row.request_id, row.attempt) for row in rows}
-    with transaction.atomic():
-        before = _present(wanted)
-        UsageRecord.objects.bulk_create([UsageRecord(**asdict(row)) for row in rows], ignore_conflicts=True)
-        after = _present(wanted)
-        # SQLite's OR IGNORE also skips rows that break a CHECK or a NOT NULL: no loss may be silent.
-        if lost := wanted - after:
-            raise LedgerError(f"The ledger did not take {len(lost)} rows, such as request {min(lost)[0]}.")
+    try:
+        with transaction.atomic():
+            before = _present(wanted)
+            UsageRecord.objects.bulk_create([UsageRecord(**asdict(row)) for row in rows], ignore_conflicts=True)
+            after = _present(wanted)
+            # SQLite's OR IGNORE also skips rows that break a CHECK or a NOT NULL: no loss may be silent.
+            if lost := wanted - after:
+                raise LedgerError(f"The ledger did not take {len(lost)} rows, such as request {min(lost)[0]}.")
+    except Unfit as error:
+        raise LedgerError(f"The ledger does not take a row: {error}") from error
     return len(after - before)
 
 

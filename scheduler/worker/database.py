@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from scheduler import config
 from scheduler.models import Deployment, DeploymentStatus
 from scheduler.worker.configuration import Configuration, DeploymentSpec
-from scheduler.worker.ledger import PriceBook
-from tenants.models import Price
+from tenants.pricing import PriceBook
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,17 @@ class Status:
 def load_configuration(pools: Collection[str]) -> Configuration:
     """The configuration in force; of the deployments, those of the named pools (all if none is named)."""
     document = config.current()
-    prices = Price.objects.select_related("tenant", "tier")
+    book = PriceBook.load()
+
+    def price(model: str, tier: str, tenant: str, at: float) -> int | None:
+        found = book.find(model, tier, tenant, datetime.fromtimestamp(at, UTC))
+        return None if found is None else found.pk
+
     return Configuration(
         tiers=document.tier_specs(),
         policy=document.policy_config(),
         deployments=_deployments(pools),
-        price=PriceBook(prices).find,
+        price=price,
     )
 
 

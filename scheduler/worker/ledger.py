@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 
@@ -95,25 +95,3 @@ def _charge(price: Price, ending: Ending) -> Decimal:
 
 def _instant(unix: float) -> datetime:
     return datetime.fromtimestamp(unix, UTC)
-
-
-class PriceBook:
-    """Which price applies, from memory: the same rule as `tenants.pricing.price_for`, one look-up per dispatch."""
-
-    def __init__(self, prices: Iterable[Price]) -> None:
-        """`prices` with their tenants and tiers loaded."""
-        self._by_model: dict[str, list[tuple[str | None, str | None, float, int]]] = {}
-        for price in prices:
-            tenant = price.tenant.slug if price.tenant is not None else None
-            tier = price.tier.name if price.tier is not None else None
-            entry = (tenant, tier, price.effective_from.timestamp(), price.pk)
-            self._by_model.setdefault(price.model, []).append(entry)
-
-    def find(self, model: str, tier: str, tenant: str, at: float) -> int | None:
-        """The tenant's own price (by slug) before its tier's before everybody's; of these the newest at `at`."""
-        applying = [
-            (own is not None, of_tier is not None, since, price)
-            for own, of_tier, since, price in self._by_model.get(model, ())
-            if own in (None, tenant) and of_tier in (None, tier) and since <= at
-        ]
-        return max(applying)[3] if applying else None

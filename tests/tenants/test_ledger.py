@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
+from typing import Any
 
 import pytest
-from django.core.exceptions import ValidationError
 from django.db.models import Sum
 
 from tenants import ledger
@@ -79,7 +79,7 @@ def test_sums_of_charges_are_exact() -> None:
 
 
 def test_an_amount_with_more_decimals_than_are_kept_is_refused_rather_than_rounded() -> None:
-    with pytest.raises(ValidationError, match="10 decimals"):
+    with pytest.raises(LedgerError, match="10 decimals"):
         record_usage([replace(ROW, charge=Decimal("0.00000000001"))])
 
 
@@ -93,6 +93,13 @@ def test_a_row_that_the_database_does_not_take_is_an_error_and_not_a_loss(monkey
     monkeypatch.setattr(ledger, "_present", lambda wanted: set())
     with pytest.raises(LedgerError, match="did not take 1 rows, such as request r1"):
         record_usage([ROW])
+
+
+@pytest.mark.parametrize("unfit", [{"prompt_tokens": 2**70}, {"prompt_tokens": -1}, {"policy_version": None}])
+def test_a_row_that_fits_no_column_is_an_error_of_its_own(unfit: dict[str, Any]) -> None:
+    with pytest.raises(LedgerError):
+        record_usage([replace(ROW, **unfit)])
+    assert not UsageRecord.objects.exists()
 
 
 def test_ledger_and_audit_rows_cannot_be_changed_or_removed() -> None:
