@@ -13,7 +13,7 @@ from django.test import Client
 from django.urls import reverse
 
 from scheduler import config
-from scheduler.models import Deployment
+from scheduler.models import Deployment, PolicyVersion
 from tenants import keys
 from tenants.changes import current_version
 from tenants.ledger import record_usage
@@ -76,6 +76,7 @@ def test_a_tier_saved_in_the_admin_is_a_policy_version_by_that_user(browser: Cli
     before = current_version()
     browser.post(page(Tier, "change", acme.tier.pk), values_of(acme.tier, weight=7))
     assert config.current().tiers["vip"]["weight"] == 7.0 and current_version() == before + 1
+    assert PolicyVersion.objects.get(version=config.current().version).actor == "user ada"
     event = AuditEvent.objects.get()
     assert (event.action, event.before["weight"], event.after["weight"]) == ("tier.change", 1.0, 7.0)
 
