@@ -1,10 +1,18 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from django.utils import translation
 
 from tests.web.cast import Stage
+
+
+@pytest.fixture(autouse=True)
+def language() -> Iterator[None]:
+    """A visitor's language, which a page activates for its thread, ends with the test."""
+    yield
+    translation.deactivate()
 
 
 @pytest.fixture
