@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, Route, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
 from .site import OPERATOR, PASSWORD, Site, running, snapshot
 
@@ -27,6 +26,9 @@ REPORT_VIOLATIONS = """
 addEventListener("securitypolicyviolation", (event) =>
   console.error(`CSP ${event.violatedDirective} ${event.blockedURI} ${event.sourceFile}:${event.lineNumber}`));
 """
+
+
+expect.set_options(timeout=20_000)  # milliseconds: the machine may be busy with other tests
 
 
 @dataclass
@@ -112,14 +114,29 @@ def sign_in(page: Page, site: Site, name: str = OPERATOR, path: str = "/console/
     return page
 
 
+@pytest.fixture(scope="module")
+def operator_state(browser: Browser, site: Site) -> Any:
+    """Cookies of a signed-in operator."""
+    context = browser.new_context()
+    sign_in(context.new_page(), site)
+    state = context.storage_state()
+    context.close()
+    return state
+
+
 @pytest.fixture
-def console(open_page: OpenPage, site: Site) -> Page:
-    """The overview of a signed-in operator."""
-    return sign_in(open_page(), site)
+def open_console(open_page: OpenPage, site: Site, operator_state: Any) -> OpenPage:
+    """Make a page that shows the overview to an operator, live."""
+
+    def make(**options: Any) -> Page:
+        page = open_page(storage_state=operator_state, **options)
+        page.goto(f"{site.url}/console/")
+        expect(page.locator("#connection")).to_have_attribute("data-connection", "live")
+        return page
+
+    return make
 
 
-@pytest.fixture(scope="session")
-def screenshots() -> Path:
-    folder = Path(__file__).resolve().parents[2] / "var" / "screenshots"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+@pytest.fixture
+def console(open_console: OpenPage) -> Page:
+    return open_console()
