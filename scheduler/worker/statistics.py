@@ -5,8 +5,10 @@ Everything is fed on the loop by `endings.py`, the runs and the pools; reading i
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
+
+from prometheus_client import Counter
 
 from scheduler.core.types import Reason, StepReport
 from scheduler.worker.flight import Flight, sequences_in
@@ -91,19 +93,16 @@ class Statistics:
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
-        self.tiers: dict[str, TierStatistics] = {}
-        self.engines: dict[str, EngineStatistics] = {}
-
-    def tier(self, name: str) -> TierStatistics:
-        return self.tiers.setdefault(name, TierStatistics())
-
-    def engine(self, model: str) -> EngineStatistics:
-        return self.engines.setdefault(model, EngineStatistics())
+        self.tiers: defaultdict[str, TierStatistics] = defaultdict(TierStatistics)
+        self.engines: defaultdict[str, EngineStatistics] = defaultdict(EngineStatistics)
+        self._written: dict[tuple[str, str], Counter] = {}  # looked up once per token: finding a label costs more
 
     def forget(self, tiers: set[str], models: set[str]) -> None:
         """Drop what is neither configured nor served any more."""
-        self.tiers = {name: one for name, one in self.tiers.items() if name in tiers}
-        self.engines = {model: one for model, one in self.engines.items() if model in models}
+        for name in self.tiers.keys() - tiers:
+            del self.tiers[name]
+        for model in self.engines.keys() - models:
+            del self.engines[model]
 
     # --- fed by the life of requests --------------------------------------------------------------------------------
 
@@ -118,32 +117,39 @@ class Statistics:
 
     def delivered(self, flight: Flight, tokens: int, now: float) -> None:
         """`tokens` more have arrived from the engine; the first ones also fix the TTFT."""
-        tier = self.tier(flight.tier_name)
+        name, model = flight.tier_name, flight.submit.model
+        tier = self.tiers[name]
         if flight.tokens == 0:
             ttft = now - flight.arrival
             tier.ttft.append((now, ttft))
-            self.metrics.ttft.labels(flight.tier_name).observe(ttft)
+            self.metrics.ttft.labels(name).observe(ttft)
         tier.tokens.add(now, tokens)
-        self.engine(flight.submit.model).tokens.add(now, tokens)
-        self.metrics.tokens.labels(flight.tier_name, flight.submit.model, "completion").inc(tokens)
+        self.engines[model].tokens.add(now, tokens)
+        self._counter(name, model).inc(tokens)
 
     def ended(self, flight: Flight, status: str, attained: bool | None, now: float) -> None:
         """It was dispatched and is over."""
         tier, model = flight.tier_name, flight.submit.model
-        self.tier(tier).requests.add(now, 1)
+        self.tiers[tier].requests.add(now, 1)
         self.metrics.requests.labels(tier, model, status).inc()
         self.metrics.tokens.labels(tier, model, "prompt").inc(flight.prompt_tokens)
         self.metrics.e2e.labels(tier).observe(now - flight.arrival)
         self._judged(flight, attained, now)
 
     def step(self, model: str, report: StepReport, now: float) -> None:
-        self.engine(model).step(report, now)
+        self.engines[model].step(report, now)
         self.metrics.step.labels(model).observe(report.elapsed)
+
+    def _counter(self, tier: str, model: str) -> Counter:
+        counter = self._written.get((tier, model))
+        if counter is None:
+            counter = self._written[(tier, model)] = self.metrics.tokens.labels(tier, model, "completion")
+        return counter
 
     def _judged(self, flight: Flight, attained: bool | None, now: float) -> None:
         if attained is None:
             return
-        tier = self.tier(flight.tier_name)
+        tier = self.tiers[flight.tier_name]
         tier.judged.add(now, 1)
         tier.attained.add(now, 1 if attained else 0)
         self.metrics.judged.labels(flight.tier_name, "yes" if attained else "no").inc()

@@ -61,10 +61,10 @@ class Telemetry:
             if pool.planner is not None:
                 for name, one in pool.planner.snapshot(now).tiers.items():
                     _add(counts.setdefault(name, TierSnapshot()), one)
-        return {name: _tier_row(one, self._services.statistics.tier(name), now) for name, one in counts.items()}
+        return {name: _tier_row(one, self._services.statistics.tiers[name], now) for name, one in counts.items()}
 
     def _engine(self, pool: Pool, now: float) -> EngineRow:
-        statistics = self._services.statistics.engine(pool.model)
+        statistics = self._services.statistics.engines[pool.model]
         last = statistics.last if pool.flights else None  # an idle engine reports nothing: its last report is history
         return EngineRow(
             model=pool.model,
