@@ -27,7 +27,7 @@ class EngineLog:
     def open(self, logger: str) -> None:
         """Start an empty log, and write the configuration that sends `logger` (WARNING and above) to it.
 
-        In this process the records also go on to the logging of the product. Raises OSError.
+        Raises OSError.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path.write_text("")
@@ -42,7 +42,7 @@ class EngineLog:
             "disable_existing_loggers": False,
             "formatters": {"line": {"format": "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"}},
             "handlers": {"file": handler},
-            "loggers": {logger: {"handlers": ["file"], "level": "WARNING", "propagate": True}},
+            "loggers": {logger: {"handlers": ["file"], "level": "WARNING", "propagate": False}},
         }
         self.configuration.write_text(json.dumps(configuration))
 

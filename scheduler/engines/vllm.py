@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import logging
 import multiprocessing
 import os
 import threading
@@ -55,7 +56,7 @@ from scheduler.engines.vllm_errors import explain
 from scheduler.engines.vllm_options import ALIASES, engine_arguments
 
 LONG_PROMPT = 20_000  # characters from which on a prompt must not stand before short ones
-SHUTDOWN_SECONDS = 5.0  # that the engine's processes get to end by themselves
+SHUTDOWN_SECONDS = 10.0  # that the engine's processes get to end by themselves; they take 5 on the CPU
 SEEDS = range(-(2**63), 2**63)
 
 # vLLM's start touches state of the whole process (logging, current configuration, environment): one at a time.
@@ -79,6 +80,7 @@ def _load() -> SimpleNamespace:
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # what it says while it loads is about parts we do not use
     try:
         from vllm import exceptions, platforms, sampling_params
         from vllm.config.logging import LoggingConfig
@@ -96,6 +98,7 @@ def _load() -> SimpleNamespace:
         raise EngineStartError(
             f"vLLM cannot be loaded: {error}.", hint="Its build does not fit this machine; install it again."
         ) from error
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, which we refuse
     return SimpleNamespace(
         AsyncEngineArgs=arg_utils.AsyncEngineArgs,
         AsyncLLM=async_llm.AsyncLLM,
@@ -134,6 +137,7 @@ class VllmEngine:
         self._log = log
         self._clock = clock
         self._on_step = on_step
+        self._started = False
         self._building: Future[Any] | None = None
         self._older: set[BaseProcess] | None = None  # while it builds: our children that are not its
         self._closed = False
@@ -151,15 +155,17 @@ class VllmEngine:
         starter = ThreadPoolExecutor(1, thread_name_prefix="vllm-start")
         self._building = starter.submit(self._build)
         starter.shutdown(wait=False)
+        built = asyncio.wrap_future(self._building)
+        built.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard, even if we are cancelled
         try:
-            self._llm = await asyncio.shield(asyncio.wrap_future(self._building))
-            self._adopt()
+            self._adopt(await asyncio.shield(built))
             await self._warm_up()
         except EngineStartError:
             raise
         except Exception as error:  # whatever a start raises, the operator gets a sentence for it
             names = {theirs: ours for ours, theirs in ALIASES.items()}
             raise explain(error, await asyncio.to_thread(self._log.text), names) from error
+        self._started = True
         return EngineLimits(self._capacity(), self._llm.model_config.get_vocab_size(), self._pids)
 
     async def render(self, prompt: ChatPrompt, sampling: Sampling) -> Rendered:
@@ -223,6 +229,7 @@ class VllmEngine:
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
         await asyncio.to_thread(_end, self._pids)
         self._long.shutdown(wait=False)
+        self._building = None  # it holds on to all of vLLM
 
     # --- start and stop -----------------------------------------------------------------------------------------
 
@@ -231,11 +238,9 @@ class VllmEngine:
         api = self._api
         with _one_start:
             self._log.open("vllm")
-            logging = api.LoggingConfig(
-                configure_logging=True, log_level="WARNING", pylogging_config_file=str(self._log.configuration)
-            )
-            config = api.AsyncEngineArgs(**self._arguments, logging_config=logging).create_engine_config()
-            step_logger = _step_logger(api, self._clock, self._on_step)
+            log = api.LoggingConfig(configure_logging=True, pylogging_config_file=str(self._log.configuration))
+            config = api.AsyncEngineArgs(**self._arguments, logging_config=log).create_engine_config()
+            step_logger = _step_logger(api, self._clock, self._stepped)
             self._older = set(multiprocessing.active_children())
             try:
                 if self._closed:
@@ -244,9 +249,9 @@ class VllmEngine:
             finally:
                 self._older = None
 
-    def _adopt(self) -> None:
+    def _adopt(self, llm: Any) -> None:
         """Take over what the thread has built."""
-        llm = self._llm
+        self._llm = llm
         self._defaults = llm.model_config.get_diff_sampling_param()
         tokenizer = llm.renderer.tokenizer
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -273,8 +278,7 @@ class VllmEngine:
                     process.kill()
             await asyncio.sleep(0.05)
         if self._llm is None and self._building.exception() is None:
-            self._llm = self._building.result()
-            self._adopt()
+            self._adopt(self._building.result())
 
     def _capacity(self) -> PoolCapacity:
         llm = self._llm
@@ -286,6 +290,10 @@ class VllmEngine:
             block_size=cache.block_size,
             max_model_len=llm.model_config.max_model_len,
         )
+
+    def _stepped(self, report: StepReport) -> None:
+        if self._started:  # the steps of the warm-up are nobody's
+            self._on_step(report)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -348,6 +356,8 @@ class VllmEngine:
             raise PromptError(f"Token ids of this model are below {vocabulary}.", param="logit_bias")
         if sampling.seed is not None and sampling.seed not in SEEDS:
             raise PromptError("The seed must fit into 64 bits.", param="seed")
+        if "" in sampling.stop:
+            raise PromptError("A stop string must not be empty.", param="stop")
         try:
             self._sampling_params(sampling)
         except self._api.ClientError as error:

@@ -49,7 +49,7 @@ _KNOWN = (
         _MEMORY_HINT,
     ),
     _Known(
-        re.compile(r"LocalEntryNotFoundError|HFValidationError|outgoing traffic has been disabled"),
+        re.compile(r"LocalEntryNotFoundError|HFValidationError|couldn't find (it|them) in the cached files"),
         "The model is not on this machine.",
         "Give its folder in the option `path`, or put it into the local model cache first.",
     ),
