@@ -24,7 +24,7 @@ lint: setup ## ruff, formatting, strict types, import contracts
 	@.venv/bin/lint-imports
 
 bench: setup ## side-by-side measurements; each prints a table of ratios
-	@set -e; for benchmark in benchmarks/bench_*.py; do echo "== $$benchmark"; $(PYTHON_BIN) $$benchmark; done
+	@set -e; for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(PYTHON_BIN) $$benchmark; done
 
 clean: ## remove the environment and every cache (the data directory stays)
 	@rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage htmlcov
