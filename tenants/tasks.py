@@ -9,13 +9,13 @@ from . import changes
 from .models import ProcessHeartbeat
 
 
-@shared_task
+@shared_task  # type: ignore[untyped-decorator]  # Celery has no types
 def heartbeat() -> None:
     """Show that the task worker lives and that messages get through from beat to it."""
     changes.beat(settings.HARNESS_PROCESS, ProcessHeartbeat.Kind.TASKS, changes.current_version())
 
 
-@shared_task
+@shared_task  # type: ignore[untyped-decorator]  # Celery has no types
 def forget_silent_processes() -> None:
     """Remove the heartbeats of processes that ended long ago without saying so."""
     changes.forget_silent()
