@@ -7,6 +7,7 @@ how this adapter works is not for the operator to change.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def _check_name(option: str, name: str, known: Collection[str], seen: Collection
 
 
 def _kv_bytes(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise EngineStartError(f"Option 'kv_space_gib' is refused: {value!r} is not a number of GiB above 0.")
     return int(value * GIB)
 
