@@ -110,6 +110,8 @@ class Connection(asyncio.Protocol):
 
     def _flush(self) -> None:
         self._flush_due = False
+        if self._transport is not None and self._transport.is_closing():
+            return  # the peer has gone, which `connection_lost` is about to say; uvloop refuses the write
         if self._out and self._transport is not None:
             # The transport may keep the buffer, so it gets this one and the next frames go into a new one.
             out, self._out = self._out, bytearray()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import os
@@ -19,6 +20,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from scheduler.clock import ManualClock
+from scheduler.wire.connection import Connection
 from scheduler.wire.messages import Cancel
 from scheduler.wire.transport import AddressError, SocketTransport, socket_path
 from tests.wire.cast import RawPeer, Wire, make_wire, until
@@ -246,3 +249,48 @@ def _certificate(
 
 def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+# --- the end of a socket ---------------------------------------------------------------------------------------------
+
+
+class ClosedTransport(asyncio.Transport):
+    """The peer has left, and the protocol has not been told yet: uvloop refuses every write from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = bytearray()
+        self.closed = False
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self.closed:
+            raise RuntimeError("the handler is closed")
+        self.written += data
+
+
+async def test_words_to_a_peer_that_has_just_left_are_dropped_without_a_fault() -> None:
+    reasons: list[str] = []
+    connection = Connection(ManualClock(), on_open=lambda _: None, on_message=lambda _: None, on_closed=reasons.append)
+    transport = ClosedTransport()
+    connection.connection_made(transport)
+
+    connection.send(Cancel("r1"))
+    transport.close()
+    assert await connection.room()  # flushes
+    connection.close("done")
+    connection.connection_lost(None)
+
+    assert not transport.written
+    assert reasons == ["done"]
