@@ -24,6 +24,7 @@ from scheduler.engines.base import (
     PromptError,
     RequestFailedError,
     Sampling,
+    StepListener,
 )
 from scheduler.engines.simulated import read_record
 from tests.engines.contract import EngineContract, Rig, StepLog
@@ -38,13 +39,19 @@ def words(count: int) -> ChatPrompt:
 class Bench:
     """A simulated engine under a manual clock, or the real one."""
 
-    def __init__(self, data_dir: Path, options: dict[str, Any], clock: ManualClock | RealClock | None = None) -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        options: dict[str, Any],
+        clock: ManualClock | RealClock | None = None,
+        on_step: StepListener | None = None,
+    ) -> None:
         self.clock = clock or ManualClock()
         self.steps = StepLog()
         self.data_dir = data_dir
         self._listeners: list[Listener] = []
         self.engine = create_engine(
-            "simulated", "sim", options, clock=self.clock, on_step=self.steps, data_dir=data_dir
+            "simulated", "sim", options, clock=self.clock, on_step=on_step or self.steps, data_dir=data_dir
         )
 
     async def request(
@@ -453,6 +460,19 @@ async def test_a_cancelled_listener_is_an_abort(bench: Bench) -> None:
     listener.task.cancel()
     await bench.pass_time(STEP)
     assert bench.record("left")["outcome"] == "aborted"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8])
+async def test_a_token_made_before_its_listener_is_cancelled_is_delivered(tmp_path: Path, max_tokens: int) -> None:
+    def leave(report: object) -> None:
+        listener.task.cancel()  # in the same turn of the loop as the token: the listener has not run in between
+
+    bench = Bench(tmp_path, {"step": {"base": STEP}}, on_step=leave)
+    await bench.engine.start()
+    listener = await bench.open("left", max_tokens=max_tokens)
+    await bench.pass_time(2 * STEP)
+    await bench.aclose()
+    assert listener.tokens == bench.record("left")["tokens"] == 1
 
 
 async def test_a_waiting_request_leaves_at_once(bench: Bench) -> None:

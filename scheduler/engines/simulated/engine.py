@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,11 @@ class _Stream:
         self._events: asyncio.Queue[EngineEvent | EngineError | None] = asyncio.Queue()
         self.put = self._events.put_nowait
         self.get = self._events.get
+
+    def left(self) -> Iterator[EngineEvent | EngineError]:
+        """What has been put and not been taken, up to the end of the stream."""
+        while not self._events.empty() and (event := self._events.get_nowait()) is not None:
+            yield event
 
     def token(self) -> None:
         self.put(Delta(self.teller.next(), self.teller.tokens))
@@ -149,6 +154,14 @@ class SimulatedEngine:
                 else:
                     over = isinstance(event, Finished)
                     yield event
+        except asyncio.CancelledError:
+            over = True
+            self._abort(request.id)
+            for event in stream.left():  # made before the abort, so the record counts it and the listener gets it
+                if isinstance(event, EngineError):
+                    raise event from None
+                yield event
+            raise
         finally:
             if not over:
                 self._abort(request.id)
