@@ -108,6 +108,9 @@ def listen(host: str, port: int) -> socket.socket:
         with contextlib.ExitStack() as on_failure:
             listener = on_failure.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Connections inherit it. uvicorn takes a socket that it is given for a Unix one and would leave it out, and
+            # every answer would wait 40 ms for the client's delayed acknowledgement of its headers.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             listener.bind(address)
             listener.listen(BACKLOG)
             on_failure.pop_all()

@@ -59,6 +59,13 @@ class TestMachine:
             with pytest.raises(UpError, match=f"Port {port} on 127.0.0.1 is in use"):
                 bootstrap.listen("127.0.0.1", port)
 
+    def test_connections_send_small_packets_at_once(self) -> None:
+        """Else an answer's body would wait for the acknowledgement of its headers."""
+        with bootstrap.listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+            accepted, _ = listener.accept()
+            with accepted:
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
     @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70000), ("no.such.host.invalid", 8000)])
     def test_an_impossible_address_is_a_sentence(self, host: str, port: int) -> None:
         with pytest.raises(UpError, match=r"\.$"):
