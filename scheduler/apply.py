@@ -30,7 +30,7 @@ class DeploymentPart(Part, frozen=True):
 
 
 class Document(TenancyDocument, frozen=True):
-    """The whole format: `docs/architecture.md` shows it by example."""
+    """The whole format: `docs/operations.md` shows it by example."""
 
     deployments: list[DeploymentPart] = []
     policy: dict[str, Any] | str = msgspec.field(default_factory=dict)

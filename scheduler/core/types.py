@@ -74,7 +74,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """A tier's contract, as operators set it (`docs/architecture.md`, tier fields). Seconds and shares."""
+    """A tier's contract, as operators set it (`docs/operations.md`, Tiers). Seconds and shares."""
 
     name: str
     rank: int

@@ -30,8 +30,8 @@ class Command(BaseCommand):
     requires_system_checks = ()  # the children check themselves; here it would only cost time
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--port", type=int, default=8000)
-        parser.add_argument("--host", default="127.0.0.1")
+        parser.add_argument("--port", type=int, default=8000, help="default: 8000")
+        parser.add_argument("--host", default="127.0.0.1", help="address to listen on, default: 127.0.0.1")
         parser.add_argument("--data-dir", metavar="DIR", help="where everything is kept (HARNESS_DATA_DIR)")
         parser.add_argument("--engine", help=f"engine of the demo deployment: {' or '.join(bootstrap.ENGINES)}")
         parser.add_argument("--model", metavar="PATH_OR_ID", help="model of the demo deployment, for vllm")
