@@ -21,4 +21,6 @@ class StaticFilesMiddleware(WhiteNoiseMiddleware):  # type: ignore[misc]  # the 
         del response["Content-Type"]  # its own is among the headers, or there is none
         for name, value in found.headers:
             response[name] = value
+        if body:  # a file that was replaced since it was found may have another size
+            response["Content-Length"] = str(len(body))
         return response
