@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import gc
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from scheduler.demo_model import DemoModelError, is_prepared, prepare
 from scheduler.engines import create_engine
 from scheduler.engines.base import ChatPrompt, Delta, EngineDeadError, EngineRequest, Finished, FinishReason, Sampling
 from tests.engines.contract import StepLog
+from tests.engines.third_party import VLLM_WARNINGS
 
 Convert = Callable[[Path, Path, Callable[[str], None]], None]
 
@@ -158,8 +160,7 @@ def test_preparing_does_not_need_torch() -> None:
 
 @pytest.mark.model
 @pytest.mark.vllm
-@pytest.mark.filterwarnings(r"ignore:.*:FutureWarning:(vllm|torch)\.")
-@pytest.mark.filterwarnings(r"ignore:.*:DeprecationWarning:(vllm|torch|transformers|<frozen importlib)")
+@VLLM_WARNINGS
 async def test_the_demo_model_answers_in_english_and_dies_cleanly(demo_model: Path, tmp_path: Path) -> None:
     """A real answer, streamed; then its engine is killed under a stream, which says so."""
     steps = StepLog()
@@ -194,5 +195,7 @@ async def test_the_demo_model_answers_in_english_and_dies_cleanly(demo_model: Pa
             await engine.render(ChatPrompt(({"role": "user", "content": "Anyone?"},)), Sampling())
     finally:
         await engine.aclose()
+        del engine
+        gc.collect()  # see third_party.py
     with contextlib.suppress(psutil.NoSuchProcess):
         assert not [pid for pid in limits.pids if psutil.Process(pid).is_running()]

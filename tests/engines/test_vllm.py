@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,14 +32,10 @@ from scheduler.engines.base import (
 )
 from scheduler.engines.vllm_options import FIXED
 from tests.engines.contract import EngineContract, Rig, StepLog
+from tests.engines.third_party import VLLM_WARNINGS
 from tests.engines.tiny_model import make_tiny_model
 
-pytestmark = [
-    pytest.mark.vllm,
-    # Third-party code under vLLM; ours stays strict.
-    pytest.mark.filterwarnings(r"ignore:.*:FutureWarning:(vllm|torch)\."),
-    pytest.mark.filterwarnings(r"ignore:.*:DeprecationWarning:(vllm|torch|transformers|<frozen importlib)"),
-]
+pytestmark = [pytest.mark.vllm, VLLM_WARNINGS]
 
 TINY: dict[str, Any] = {"max_seqs": 3, "step_tokens": 128, "kv_space_gib": 0.05, "max_model_len": 1024}
 
@@ -65,6 +62,8 @@ async def rig(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
         yield Rig(engine, await engine.start(), steps)
     finally:
         await engine.aclose()
+        del engine
+        gc.collect()
 
 
 @pytest.mark.asyncio(loop_scope="class")
@@ -205,6 +204,11 @@ class TestVllm(EngineContract):
 class TestStart:
     """Starts that fail say why in a sentence, and leave no process."""
 
+    @pytest.fixture(autouse=True)
+    def _swept(self) -> Iterator[None]:
+        yield
+        gc.collect()
+
     @pytest.mark.parametrize(
         ("options", "message", "hint"),
         [
@@ -250,7 +254,8 @@ class TestStart:
             await engine.aclose()
         after = {child.pid for child in psutil.Process().children(recursive=True) if "VLLM" in child.name()}
         assert after <= before
-        return failed.value
+        # A copy: the error itself holds on to all that failed.
+        return EngineStartError(str(failed.value), hint=failed.value.hint)
 
 
 def test_the_arguments_we_fix_exist() -> None:

@@ -9,13 +9,13 @@ from scheduler.engines.vllm_errors import explain
 IN_ITS_PROCESS = RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
 
 NO_MEMORY = (
-    "RuntimeError: Worker failed with error 'Available memory on node 0 (15.17/16.96 GiB) on kv cache allocation is less "
-    "than requested memory for kv (1024.0 GiB). Decrease --kv-cache-memory-bytes.', please check the stack trace above"
+    "RuntimeError: Worker failed with error 'Available memory on node 0 (15.17/16.96 GiB) on kv cache allocation is "
+    "less than requested memory for kv (1024.0 GiB). Decrease --kv-cache-memory-bytes.', please check the trace"
 )
 TOO_SMALL = (
     "ValueError: To serve at least one request with the model's max seq len (2048), (0.0 GiB KV cache is needed, which "
-    "is larger than the available KV cache memory (0.0 GiB). Based on the available memory, the estimated maximum model "
-    "length is 256. Try increasing `gpu_memory_utilization`"
+    "is larger than the available KV cache memory (0.0 GiB). Based on the available memory, the estimated maximum "
+    "model length is 256. Try increasing `gpu_memory_utilization`"
 )
 TOO_SMALL_FOR_ALL = "ValueError: To serve at least one request with the model's max seq len (2048), 4 GiB is needed"
 
