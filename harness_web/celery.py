@@ -41,6 +41,7 @@ def folder_transport(root: Path) -> dict[str, Any]:
 def configuration(data_dir: Path, redis_url: str | None) -> dict[str, Any]:
     """The Celery settings for this data directory and, if there is one, this Redis."""
     root = data_dir / "celery"
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)  # for the beat schedule, whoever carries the messages
     broker = {"broker_url": redis_url} if redis_url else folder_transport(root)
     return {
         **broker,

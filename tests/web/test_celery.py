@@ -1,0 +1,21 @@
+"""Where Celery's messages and schedule go, by configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness_web.celery import configuration
+
+
+@pytest.mark.parametrize("redis_url", [None, "redis://127.0.0.1:6379/0"])
+def test_the_schedule_has_a_private_folder_whoever_carries_the_messages(tmp_path: Path, redis_url: str | None) -> None:
+    schedule = Path(configuration(tmp_path / "data", redis_url)["beat_schedule_filename"])
+    assert schedule.is_absolute()
+    assert schedule.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_messages_travel_through_redis_only_where_it_is_named(tmp_path: Path) -> None:
+    assert configuration(tmp_path, None)["broker_url"] == "filesystem://"
+    assert configuration(tmp_path, "redis://127.0.0.1:6379/0")["broker_url"] == "redis://127.0.0.1:6379/0"
