@@ -3,7 +3,9 @@
 from allauth.account import views as account
 from allauth.account.decorators import secure_admin_login
 from django.contrib import admin
+from django.templatetags.static import static
 from django.urls import URLPattern, URLResolver, include, path
+from django.views.generic import RedirectView
 from django.views.i18n import set_language
 
 from harness_web.accounts import first_operator
@@ -23,6 +25,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("accounts/logout/", account.logout, name="account_logout"),
     path("accounts/inactive/", account.account_inactive, name="account_inactive"),
     path("accounts/password/change/", account.password_change, name="account_change_password"),
+    path("favicon.ico", RedirectView.as_view(url=static("harness/mark.svg"))),  # pages that are not ours ask for it
     path("api/", include("harness_web.api.urls")),
     path("admin/", admin.site.urls),
 ]

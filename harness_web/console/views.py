@@ -43,6 +43,7 @@ def texts() -> dict[str, Any]:
     """Words that the scripts of the page show, in the reader's language."""
     return {
         "live": _("Live"),
+        "no-scheduler": _("No scheduler"),
         "paused": _("Paused"),
         "connecting": _("Connecting"),
         "reconnecting": _("Reconnecting"),

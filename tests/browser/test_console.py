@@ -103,7 +103,9 @@ def test_a_dead_scheduler_is_said_and_its_numbers_are_shown_as_the_past(console:
     expect(heading).to_contain_text("The scheduler is not connected.")
     expect(console.locator("#overview")).to_have_attribute("data-fresh", "false")
     expect(console.locator("[data-age]")).to_contain_text("last data")
+    expect(connection(console)).to_have_text("No scheduler")
     site.play(pool=snapshot())
+    expect(connection(console)).to_have_text("Live")
     expect(heading).to_contain_text("all meet their targets")
     expect(console.locator("#overview")).to_have_attribute("data-fresh", "true")
 
@@ -187,10 +189,10 @@ def in_one_row(numbers: list[int]) -> bool:
 
 def test_a_lost_frame_is_asked_for_again(wired: tuple[Page, Wire]) -> None:
     page, wire = wired
-    before = len([message for message in wire.said if message["type"] == "subscribe"])
     wire.lose = 1
-    wait_until(page, lambda: len([m for m in wire.said if m["type"] == "subscribe"]) > before and wire.lose == 0)
-    wait_until(page, lambda: wire.heard[-1]["type"] == "delta")
+    wait_until(page, lambda: [frame["type"] for frame in wire.heard].count("snapshot") == 2)
+    assert wire.said[-1]["seq"] is not None
+    assert wire.heard[-1]["resumed"]
     assert in_one_row(sorted(set(wire.points())))
     assert shown_once(page)
 
@@ -243,10 +245,14 @@ def test_a_developer_is_told_which_role_is_missing(open_page: OpenPage, site: Si
     expect(page.get_by_role("heading", level=1)).to_have_text("The console needs the role “operator”")
 
 
-def test_the_admin_works_under_its_own_policy(open_page: OpenPage, site: Site, operator_state: Any) -> None:
+def test_admin_and_api_documentation_work_under_their_own_policies(
+    open_page: OpenPage, site: Site, operator_state: Any
+) -> None:
     page = open_page(storage_state=operator_state)
     page.goto(f"{site.url}/admin/")
     expect(page.get_by_role("link", name="Tiers").first).to_be_visible()
+    page.goto(f"{site.url}/api/docs/")
+    expect(page.get_by_role("heading", name="Harness")).to_be_visible()
 
 
 # --- how it feels ---------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ function layout(chart, now, top) {
     dragmode: false,
     showlegend: true,
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
-    xaxis: { ...axis, type: "date", tickformat: "%H:%M", range: [localTime(now - WINDOW), localTime(now)], nticks: 6, showgrid: false },
+    xaxis: { ...axis, type: "date", tickformat: "%H:%M", range: [localTime(now - WINDOW), localTime(now)], nticks: 6, ticklabelstandoff: 6, showgrid: false },
     yaxis: { ...axis, range: [0, top * 1.12], nticks: 5, ticklabelstandoff: 6, ...chart.yaxis },
   };
 }

@@ -17,6 +17,10 @@ export function duration(seconds) {
   return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
 }
 
+export function wholeSeconds(seconds) {
+  return seconds < 60 ? `${Math.floor(seconds)} s` : duration(seconds);
+}
+
 export function percent(share) {
   if (share === null || share === undefined) return UNKNOWN;
   return `${(share * 100).toFixed(1).replace(/\.0$/, "")} %`;

@@ -1,7 +1,7 @@
 // The live overview: puts frames into the page that the server rendered.
 
 import { Chart, dashArray, seriesColour, sparkline } from "./charts.js";
-import { count, duration, percent, zoneLabel } from "./format.js";
+import { count, duration, percent, wholeSeconds, zoneLabel } from "./format.js";
 import { LiveTopic } from "./live.js";
 
 const POINTS = 300;
@@ -191,6 +191,7 @@ function draw() {
   drawTiers(view.tiers);
   drawEngines(view.engines, view.gpus);
   drawCharts();
+  drawState();
   drawAge();
 }
 
@@ -201,18 +202,21 @@ function announce(text) {
 }
 
 function drawAge() {
-  const age = (Date.now() - received) / 1000 + (frame.view.connected ? 0 : (frame.view.age ?? 0));
-  const isLive = topic.state === "live" && frame.view.connected;
-  root.dataset.fresh = String(frame.view.connected && (age < FRESH_FOR || topic.state === "paused"));
-  put("[data-age]", isLive || frame.view.age === null ? "" : texts.dataAge.replace("{age}", duration(Math.floor(age))), connection);
+  const { connected, age: reported } = frame.view;
+  const age = (Date.now() - received) / 1000 + (connected ? 0 : (reported ?? 0));
+  root.dataset.fresh = String(connected && (age < FRESH_FOR || topic.state === "paused"));
+  const old = reported !== null && !(topic.state === "live" && connected);
+  put("[data-age]", old ? texts.dataAge.replace("{age}", wholeSeconds(age)) : "", connection);
 }
 
-function drawState(state) {
+// A live socket to a server without a scheduler is not live news.
+function drawState() {
+  const state = topic.state === "live" && !frame.view.connected ? "no-scheduler" : topic.state;
+  if (connection.dataset.connection === state) return;
   connection.dataset.connection = state;
   connection.querySelector("[data-badge]").className = `badge gap-1.5 ${BADGES[state] ?? "badge-error"}`;
   put("[data-word]", texts[state], connection);
   announce(texts[state]);
-  drawAge();
 }
 
 const topic = new LiveTopic({
@@ -220,7 +224,10 @@ const topic = new LiveTopic({
   socketPath: root.dataset.socket,
   framePath: root.dataset.frame,
   frame: first,
-  onState: drawState,
+  onState() {
+    drawState();
+    drawAge();
+  },
   onFrame(next) {
     const added = next.type === "delta" ? [next.point] : next.points;
     points = (next.type === "delta" || next.resumed ? points.concat(added) : added).slice(-POINTS);
