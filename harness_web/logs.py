@@ -22,7 +22,9 @@ _SECRETS = re.compile(r"(?<![0-9A-Za-z])sk-[0-9A-Za-z_-]{8,}|(?<=[Bb]earer )[0-9
 REDACTED = "[redacted]"
 # Servers and task runners that bring handlers of their own; their records come here instead.
 FOREIGN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "celery", "celery.task", "django")
-QUIET = {"uvicorn.access": logging.WARNING, "asyncio": logging.WARNING, "httpx": logging.WARNING}
+# Loggers whose everyday lines (each connection, each beat) would bury the rest.
+CHATTY = ("uvicorn.access", "asyncio", "httpx", "celery.beat", "celery.worker.strategy", "celery.app.trace")
+QUIET = dict.fromkeys(CHATTY, logging.WARNING)
 
 EventDict = MutableMapping[str, Any]
 
