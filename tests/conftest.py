@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import django
+import hypothesis
 import pytest
 
 # Short, because Unix sockets live in it and their paths end at 107 bytes.
@@ -27,6 +28,10 @@ os.environ |= {
 }
 
 django.setup()
+
+# How long one example takes depends on the machine's other work, and is never what a property asserts.
+hypothesis.settings.register_profile("harness", deadline=None)
+hypothesis.settings.load_profile("harness")
 
 CHROMIUM = shutil.which("chromium")
 
