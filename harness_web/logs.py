@@ -18,7 +18,11 @@ from typing import Any
 import structlog
 
 # The characters that a token may have, and no others: the line must stay the JSON it is.
-_SECRETS = re.compile(r"(?<![0-9A-Za-z])sk-[0-9A-Za-z_-]{8,}|(?<=[Bb]earer )[0-9A-Za-z._~+/=-]+")
+_SECRETS = re.compile(
+    r"(?<![0-9A-Za-z])sk-[0-9A-Za-z_-]{8,}"  # keys
+    r"|(?<=[Bb]earer )[0-9A-Za-z._~+/=-]+"
+    r"|(?<=/setup/)[0-9A-Za-z_-]{20,}"  # the first operator's link
+)
 REDACTED = "[redacted]"
 # Servers and task runners that bring handlers of their own; their records come here instead.
 FOREIGN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "celery", "celery.task", "django")

@@ -36,6 +36,7 @@ def test_keys_leave_by_no_way_not_even_in_a_traceback() -> None:
         assert written.count(REDACTED) == 2
         assert human or json.loads(written)["event"] == f"key {REDACTED}"
     assert redact("authorization: Bearer abc.def") == f"authorization: Bearer {REDACTED}"
+    assert redact("Forbidden: /setup/0123456789abcdefghij/") == f"Forbidden: /setup/{REDACTED}/"
     assert redact("the task-scheduler asks sk-short") == "the task-scheduler asks sk-short"
 
 
