@@ -59,10 +59,8 @@ class Product:
 
     def __post_init__(self) -> None:
         self._lines: list[str] = []
-        self.ready_after: float | None = None  # seconds from the start to the first line waited for
         self._ended = False
         self._news = threading.Condition()
-        self.started_at = time.monotonic()
         self.process = subprocess.Popen(
             command(self.data_dir, "--port", str(self.port), *self.options),
             stdout=subprocess.PIPE,
@@ -95,7 +93,6 @@ class Product:
         with self._news:
             self._news.wait_for(lambda: self._ended or self._said(words), patience)
             said = self._said(words)
-            self.ready_after = self.ready_after or time.monotonic() - self.started_at
         assert said, f"it never printed {words!r}:\n{self.output[-8000:]}"
 
     def pid_of(self, name: str) -> int | None:

@@ -21,7 +21,7 @@ from tests.journey.product import Product, alive, free_port, refusal
 pytestmark = pytest.mark.journey
 
 Eventually = Callable[..., Any]
-READY_WITHIN = 10.0  # seconds from the command to the ready line, with the simulated engine, in an empty directory
+READY_TIMEOUT = 60.0  # how long a test waits for the ready line; how long it takes is `benchmarks/`'s to say
 BACK_WITHIN = 30.0  # seconds after the scheduler was killed
 
 
@@ -29,7 +29,7 @@ BACK_WITHIN = 30.0  # seconds after the scheduler was killed
 def product() -> Iterator[Product]:
     product = Product(["--engine", "simulated"])
     try:
-        product.wait_for("ready ", READY_WITHIN * 3)  # a late start is for its own test to tell
+        product.wait_for("ready ", READY_TIMEOUT)
         yield product
     finally:
         product.close()
@@ -42,11 +42,9 @@ def ask(product: Product, text: str = "say three words", **options: Any) -> str:
     return answer.choices[0].message.content or ""
 
 
-def test_it_is_ready_soon_and_says_where(product: Product) -> None:
+def test_it_says_when_and_where_it_is_ready(product: Product) -> None:
     ready = [line for line in product.output.splitlines() if line.startswith("ready ")]
     assert ready == [f"ready {product.url}"]
-    assert product.ready_after is not None
-    assert product.ready_after < READY_WITHIN
 
 
 def test_the_first_request_succeeds(product: Product) -> None:

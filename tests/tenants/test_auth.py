@@ -300,18 +300,6 @@ async def test_a_flood_of_unknown_keys_is_bounded(world: World, monkeypatch: pyt
     assert results.count(InvalidKeyError) == 2 and results.count(AuthUnavailableError) == 3
 
 
-async def test_a_cached_key_costs_microseconds(world: World) -> None:
-    issued = await world.issue()
-    await world.authenticator.authenticate(issued.token, None)
-    rounds = []
-    for _ in range(20):
-        started = time.perf_counter()
-        for _ in range(50):
-            await world.authenticator.authenticate(issued.token, None)
-        rounds.append((time.perf_counter() - started) / 50)
-    assert min(rounds) < 100e-6  # about 10 µs on an idle machine; the bound leaves room for a busy one
-
-
 async def test_no_representation_of_what_is_cached_shows_a_digest(world: World) -> None:
     issued = await world.issue()
     _, entries = await world.database.run(read_entries, [issued.key.lookup])
