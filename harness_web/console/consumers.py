@@ -109,7 +109,7 @@ def decoded(text: str | None) -> Any:
     """The JSON value of a message, None when it is none."""
     try:
         return msgspec.json.decode(text or "")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):  # the latter for thousands of brackets
         return None
 
 

@@ -155,7 +155,7 @@ async def test_losing_the_role_ends_it(connect: Connect) -> None:
     assert await socket.close_code() == 4403
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"type": "subscribe", "topic": "secrets"}', "[1]"])
+@pytest.mark.parametrize("text", ["", "{", '{"type": "subscribe", "topic": "secrets"}', "[1]", "[" * 5000])
 async def test_what_is_not_understood_ends_it(connect: Connect, text: str) -> None:
     socket = await connect(await signed_in())
     await socket.connect()
