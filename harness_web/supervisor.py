@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -37,6 +38,7 @@ MAX_BACKOFF = 30.0  # seconds, for a child that never became ready
 POLL_STARTING = 0.1  # seconds between two readiness checks until the product is ready
 POLL_RUNNING = 1.0
 FIRST_WORD = 2.0  # seconds of starting after which the supervisor says what it waits for
+LOG_PIPE = 1024 * 1024  # bytes that a child may be ahead of the supervisor
 NEXT_WORD = 5.0  # seconds between further words
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -151,15 +153,15 @@ class Supervisor:
         if self._stopping.is_set():
             return
         try:
-            child.process = spawn(child.spec)
-        except OSError as error:  # no memory or no process slot: both may come back
+            with log_pipe() as (near, far):
+                self._logs.forward(child.spec.name, near)
+                child.process = spawn(child.spec, far)
+        except OSError as error:  # no memory, no process slot, no descriptor: all may come back
             self._restart(child, f"cannot be started ({error.strerror})", restart_delay(child, time.monotonic()))
             return
         child.started_at = time.monotonic()
         child.was_ready = False
         child.gone.clear()
-        assert child.process.stdout is not None
-        self._logs.forward(child.spec.name, child.process.stdout.fileno())
 
     async def _watch(self) -> None:
         """Follow readiness: say it once, start the background children, remember who was part of it."""
@@ -199,10 +201,8 @@ class Supervisor:
         self._end_adopted()
 
     def _buried(self, child: Child, code: int) -> None:
-        process, child.process = child.process, None
+        child.process = None
         child.gone.set()
-        if process is not None and process.stdout is not None:
-            process.stdout.close()
         if self._stopping.is_set():
             return
         delay = restart_delay(child, time.monotonic())
@@ -267,12 +267,30 @@ class Supervisor:
             await child.gone.wait()
 
 
-def spawn(spec: Spec) -> subprocess.Popen[bytes]:
-    """Start a child in a process group of its own. Raises OSError."""
+@contextlib.contextmanager
+def log_pipe() -> Iterator[tuple[int, int]]:
+    """A pipe from a child to the supervisor; both ends are closed when the block is left. Raises OSError.
+
+    Writing never blocks: while the supervisor is stopped (Ctrl-Z is enough), what does not fit is lost, and the product
+    goes on. Children are unbuffered, so that Python drops such a line instead of raising.
+    """
+    near, far = os.pipe()
+    try:
+        with contextlib.suppress(PermissionError):  # more than this system allows: its own size will do
+            fcntl.fcntl(far, fcntl.F_SETPIPE_SZ, LOG_PIPE)
+        os.set_blocking(far, False)
+        yield near, far
+    finally:
+        os.close(near)
+        os.close(far)
+
+
+def spawn(spec: Spec, output: int) -> subprocess.Popen[bytes]:
+    """Start a child in a process group of its own, which writes to the descriptor `output`. Raises OSError."""
     return subprocess.Popen(
         spec.command,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         env=child_environment(HARNESS_PROCESS=spec.name, PYTHONUNBUFFERED="1"),
         pass_fds=spec.pass_fds,

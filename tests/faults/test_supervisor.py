@@ -111,6 +111,16 @@ def test_logs_are_whole_lines_with_the_name_in_front(toy: Toy) -> None:
     assert "edge       | no end\n" in toy.stop()
 
 
+def test_a_stopped_supervisor_stops_no_child(ready_toy: Toy, eventually: Eventually) -> None:
+    ready_toy.process.send_signal(signal.SIGSTOP)  # as Ctrl-Z does
+    try:
+        os.kill(ready_toy.pids("edge.pids")[0], signal.SIGUSR1)
+        eventually((ready_toy.folder / "edge.pids.shouted").exists)
+    finally:
+        ready_toy.process.send_signal(signal.SIGCONT)
+    assert f"edge       | {'x' * 99}\n" in ready_toy.stop()
+
+
 def test_background_children_wait_for_the_first_answer(toy: Toy, eventually: Eventually) -> None:
     eventually(lambda: toy.pids("edge.pids"))
     assert toy.pids("deaf.pids") == []

@@ -30,6 +30,14 @@ ENGINE = (
     "with open(sys.argv[1] + '.engine', 'a') as file: file.write(f'{child.pid}\\n')\n"
 )
 CHATTER = "print('one line\\nno end', end='', flush=True)\n"
+# Told to (SIGUSR1), it says more than any pipe holds, and notes that it got through.
+SHOUT = (
+    "def shout(*_):\n"
+    "    for number in range(40_000):\n"
+    "        print('x' * 99)\n"
+    "    open(sys.argv[1] + '.shouted', 'w').close()\n"
+    "signal.signal(signal.SIGUSR1, shout)\n"
+)
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 
 
@@ -44,7 +52,7 @@ def main(folder: Path) -> None:
     supervisor = Supervisor(
         [
             spec(folder, "engine", ENGINE + WAIT, Stage.ENGINE),
-            spec(folder, "edge", CHATTER + WAIT, Stage.EDGE),
+            spec(folder, "edge", SHOUT + CHATTER + WAIT, Stage.EDGE),
             spec(folder, "broken", "sys.exit(3)\n", Stage.EDGE),
             spec(folder, "deaf", DEAF + WAIT, Stage.BACKGROUND, grace=0.3),
         ],
