@@ -118,7 +118,7 @@ function tierRow(tier) {
   row.append(name);
   const missed = tier.attainment !== null && tier.objective !== null && tier.attainment < tier.objective;
   const late = tier.ttft_p95 !== null && tier.ttft_target !== null && tier.ttft_p95 > tier.ttft_target;
-  const goal = tier.objective === null ? "" : ` ≥ ${percent(tier.objective)}`;
+  const goal = tier.objective === null ? "" : ` / ${percent(tier.objective)}`;
   const cells = [
     [count(tier.waiting)],
     [duration(tier.oldest_wait)],
