@@ -34,7 +34,9 @@ from django.db import OperationalError, connection, transaction
 from django.db.migrations.executor import MigrationExecutor
 
 from scheduler import demo_model
+from scheduler.core.policies import POLICIES
 from scheduler.models import Deployment
+from tenants.database import complaint
 from tenants.models import Tenant, Tier
 
 DEMO = Path(__file__).resolve().parent / "demo"
@@ -149,7 +151,7 @@ def clear_errors(data_dir: Path) -> Iterator[None]:
     except OperationalError as error:
         if "disk is full" in str(error):
             raise UpError(f"The disk of {data_dir} is full: free some space and start again.") from error
-        raise UpError(f"The database cannot be used: {str(error).strip()}.") from error
+        raise UpError(f"The database cannot be used: {complaint(error)}.") from error
     except CommandError as error:
         raise UpError(str(error)) from error
     except demo_model.DemoModelError as error:
@@ -179,8 +181,14 @@ def seed(demo: Demo, data_dir: Path, say: Say) -> None:
         apply(demo.document())
 
 
+def check_policy(name: str) -> None:
+    """Raises UpError for a policy that there is not, before anything is created."""
+    if name not in POLICIES:
+        raise UpError(f"There is no policy {name!r}; choose one of: {', '.join(sorted(POLICIES))}.")
+
+
 def choose_policy(name: str) -> None:
-    """Make `name` the scheduling policy. Raises CommandError for an unknown one."""
+    """Make `name`, which there is, the scheduling policy."""
     apply({"version": 1, "policy": {"name": name}})
 
 

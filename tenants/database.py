@@ -17,6 +17,11 @@ T = TypeVar("T")
 DatabaseAway = (OperationalError, InterfaceError, OSError)
 
 
+def complaint(error: Exception) -> str:
+    """The first line of what the database says, without its full stop."""
+    return str(error).strip().partition("\n")[0].rstrip(".")
+
+
 class DatabaseThread:
     """One thread with one connection. A call that fails closes the connection, so that the next one starts afresh."""
 

@@ -38,6 +38,7 @@ class TestMachine:
         [
             (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "is full"),
             (OperationalError("database or disk is full"), "is full"),
+            (OperationalError("connection refused\n\tIs it on?"), "The database cannot be used: connection refused."),
             (OperationalError("connection refused"), "The database cannot be used: connection refused."),
             (PermissionError(errno.EACCES, "Permission denied", "/some/file"), "/some/file: Permission denied."),
             (CommandError("no such policy"), "no such policy"),
@@ -134,7 +135,6 @@ class TestSeed:
         assert not ApiKey.objects.exists()
         assert not Tier.objects.exists()
 
-    def test_a_policy_that_does_not_exist_is_refused(self, tmp_path: Path, said: list[str]) -> None:
-        bootstrap.seed(Demo(engine="simulated"), tmp_path, said.append)
-        with pytest.raises(CommandError, match="guesswork"):
-            bootstrap.choose_policy("guesswork")
+    def test_a_policy_that_does_not_exist_is_refused_before_anything_is_created(self) -> None:
+        with pytest.raises(UpError, match=r"'guesswork'; choose one of: .*priority"):
+            bootstrap.check_policy("guesswork")

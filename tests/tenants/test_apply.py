@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
+from django.db import OperationalError
 
 from scheduler import config
 from scheduler.apply import apply
@@ -288,6 +289,18 @@ def test_the_command_names_the_file_and_the_place(file: Path, tmp_path: Path) ->
         call(file)
     with pytest.raises(CommandError, match="cannot be read"):
         call(tmp_path / "missing.yaml")
+
+
+def test_the_command_says_in_one_line_that_the_database_is_not_prepared(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def apply(*_: object, **__: object) -> None:
+        raise OperationalError("no such table: tenants_change\nand more")
+
+    monkeypatch.setattr(command, "apply", apply)
+    with pytest.raises(CommandError) as caught:
+        call(file)
+    assert "no such table: tenants_change. `harness up` or `harness migrate` prepares" in str(caught.value)
 
 
 def test_the_command_says_who_has_not_followed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

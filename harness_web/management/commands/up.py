@@ -74,12 +74,15 @@ class Command(BaseCommand):
 
     def _prepare(self, options: Mapping[str, Any]) -> None:
         data_dir: Path = settings.HARNESS_DATA_DIR
+        engine = options["engine"] or settings.HARNESS_ENGINE
+        model = settings.HARNESS_MODEL if engine != "simulated" else None
+        demo = Demo(engine, options["model"] or model)
+        if options["policy"] is not None:
+            bootstrap.check_policy(options["policy"])
         bootstrap.check_disk(data_dir)
         bootstrap.migrate(self._say)
         if not options["no_seed"]:
-            engine = options["engine"] or settings.HARNESS_ENGINE
-            model = settings.HARNESS_MODEL if engine != "simulated" else None
-            bootstrap.seed(Demo(engine, options["model"] or model), data_dir, self._say)
+            bootstrap.seed(demo, data_dir, self._say)
         if options["policy"] is not None:
             bootstrap.choose_policy(options["policy"])
         bootstrap.prepare_model(settings.HARNESS_MODELS_DIR, self._say)

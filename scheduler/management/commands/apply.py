@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
+from django.db import OperationalError, ProgrammingError
 
 from scheduler.apply import apply
 from tenants.apply import Result
 from tenants.changes import current_version, wait_acknowledged
+from tenants.database import complaint
 from tenants.documents import DocumentError
 
 WAIT_SECONDS = 5.0
@@ -35,6 +37,9 @@ class Command(BaseCommand):
             raise CommandError(f"{file} cannot be read: {error}") from error
         except DocumentError as error:
             raise CommandError(f"{file}: {error}") from error
+        except (OperationalError, ProgrammingError) as error:
+            hint = "`harness up` or `harness migrate` prepares an empty one."
+            raise CommandError(f"The database cannot be used: {complaint(error)}. {hint}") from error
         self.stdout.write(_as_json(result) if json else _as_text(result))
         # Said first, waited for after: the secrets are shown even if somebody interrupts the wait.
         self.stdout.flush()
