@@ -7,9 +7,12 @@ beat may be started from anywhere.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from celery import Celery
 from celery.signals import setup_logging
@@ -27,6 +30,7 @@ def folder_transport(root: Path) -> dict[str, Any]:
     control = root / "control"
     for folder in (messages, control):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    mend(messages, control)
     return {
         "broker_url": "filesystem://",
         # One folder both ways: what beat puts in, the worker takes out.
@@ -36,6 +40,33 @@ def folder_transport(root: Path) -> dict[str, Any]:
             "control_folder": str(control),
         },
     }
+
+
+def mend(messages: Path, control: Path) -> None:
+    """Take away what a full disk or a kill left half-written: the worker would die of it, at every start.
+
+    Under the transport's own locks, so that a process which is just writing loses at most a message, and none matters.
+    """
+    for path in control.glob("*.exchange"):
+        with path.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_torn(file):
+                file.seek(0)
+                file.truncate()
+                file.write(b"[]")  # the worker binds its queues anew
+    for path in messages.glob("*.msg"):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:  # gone: a worker has taken it
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if _is_torn(file):
+                path.unlink()
+
+
+def _is_torn(file: BinaryIO) -> bool:
+    try:
+        json.load(file)
+    except ValueError:
+        return True
+    return False
 
 
 def configuration(data_dir: Path, redis_url: str | None) -> dict[str, Any]:

@@ -19,3 +19,19 @@ def test_the_schedule_has_a_private_folder_whoever_carries_the_messages(tmp_path
 def test_messages_travel_through_redis_only_where_it_is_named(tmp_path: Path) -> None:
     assert configuration(tmp_path, None)["broker_url"] == "filesystem://"
     assert configuration(tmp_path, "redis://127.0.0.1:6379/0")["broker_url"] == "redis://127.0.0.1:6379/0"
+
+
+@pytest.mark.parametrize("torn", ["", '[["celery", "", "ce'])
+def test_what_a_full_disk_left_half_written_is_taken_away(tmp_path: Path, torn: str) -> None:
+    configuration(tmp_path, None)
+    control, messages = tmp_path / "celery" / "control", tmp_path / "celery" / "messages"
+    (control / "celery.exchange").write_text(torn)
+    (control / "whole.exchange").write_text('[["a", "", "a"]]')
+    (messages / "1_torn.celery.msg").write_text(torn)
+    (messages / "2_whole.celery.msg").write_text("{}")
+
+    configuration(tmp_path, None)
+
+    assert (control / "celery.exchange").read_text() == "[]"
+    assert (control / "whole.exchange").read_text() == '[["a", "", "a"]]'
+    assert [path.name for path in messages.iterdir()] == ["2_whole.celery.msg"]
