@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -56,6 +57,9 @@ class OpenAIApp:
             await exchange.fail(error)
         except ClientGone:
             raise
+        except asyncio.CancelledError:
+            # Only the server does this, to what outlasts the grace at its end: a last word, and the task is over.
+            await exchange.fail(ApiError("shutdown", "The server is shutting down."))
         except Exception:  # the boundary of the process: a fault of ours is an answer and a log line, never silence
             log.exception("request_failed", request_id=exchange.id, path=exchange.path)
             await exchange.fail(ApiError("internal", "Something went wrong on our side. The request id finds it."))

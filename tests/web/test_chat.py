@@ -274,6 +274,28 @@ async def test_a_client_that_leaves_is_cancelled_in_every_phase(stage: Stage, st
     await until(lambda: stage.scheduler.cancelled == [submit.id])
 
 
+async def test_a_stream_that_outlasts_the_shutdown_ends_with_an_error_event(stage: Stage) -> None:
+    client = stage.open_chat(stream=True)
+    submit = (await until(lambda: stage.scheduler.submits))[0]
+    stage.scheduler.say(accepted(submit.id), Delta(submit.id, "a", 1))
+    await until(lambda: client.reply.writes)
+    client.task.cancel()  # as the server does when the grace for what runs is over
+    reply = await client.finish()
+    assert reply.complete
+    assert reply.chunks[-1]["error"]["message"] == "The server is shutting down."
+    assert "[DONE]" not in reply.events
+    await until(lambda: stage.scheduler.cancelled == [submit.id])
+
+
+async def test_an_answer_that_outlasts_the_shutdown_is_a_503(stage: Stage) -> None:
+    client = stage.open_chat()
+    await until(lambda: stage.scheduler.submits)
+    client.task.cancel()
+    reply = await client.finish()
+    assert (reply.status, reply.error["code"]) == (503, "server_is_overloaded")
+    assert reply.headers["x-should-retry"] == "true"
+
+
 async def test_a_client_that_leaves_while_sending_is_no_request(stage: Stage) -> None:
     client = stage.open("POST", "/v1/chat/completions", parts=[])
     client.upload(b'{"model"', more=True)
