@@ -113,10 +113,10 @@ class Exchange:
         try:
             await asyncio.wait([main, *watchers], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            unfinished = [task for task in (main, *watchers) if not task.done()]
-            for task in unfinished:
-                task.cancel()
-            await asyncio.gather(*unfinished, return_exceptions=True)
+            for task in (main, *watchers):
+                task.cancel()  # nothing to one that is done
+            # Of all, so that what is not raised below, because something else is, counts as heard.
+            await asyncio.gather(main, *watchers, return_exceptions=True)
         for task in (main, *watchers):
             if not task.cancelled():
                 task.result()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 from typing import Any
 
 import pytest
 
 from harness_web.openai import exchange, sse
+from harness_web.openai.errors import ApiError
 from scheduler.wire.messages import Delta, LimitSpec
 from tests.web.cast import LIMITS, Stage, accepted, done, fails_after, refuses, until, words
 
@@ -272,6 +275,26 @@ async def test_a_client_that_leaves_is_cancelled_in_every_phase(stage: Stage, st
     client.leave()
     await client.finish()
     await until(lambda: stage.scheduler.cancelled == [submit.id])
+
+
+async def test_a_client_that_leaves_as_its_request_fails_is_no_fault_of_ours() -> None:
+    faults: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: object) -> None:
+        raise AssertionError(message)
+
+    async def fails() -> None:
+        raise ApiError("request_failed", "The engine could not go on.")
+
+    scope = {"method": "POST", "path": "/v1/chat/completions", "headers": []}
+    with pytest.raises(ApiError):
+        await exchange.Exchange(scope, receive, send).unless_gone(fails())
+    gc.collect()  # a task whose error nobody has heard complains when it is collected
+    assert faults == []
 
 
 async def test_a_stream_that_outlasts_the_shutdown_ends_with_an_error_event(stage: Stage) -> None:
