@@ -42,8 +42,9 @@ class Faults:
         return [fault for fault in self.found if not any(re.search(pattern, fault) for pattern in self.expected)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser(chromium: str) -> Iterator[Browser]:
+    """Closed when the tests of this folder are: while Playwright's loop runs in this thread, no other can."""
     with sync_playwright() as driver:
         opened = driver.chromium.launch(executable_path=chromium, args=FLAGS)
         yield opened
