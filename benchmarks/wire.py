@@ -35,7 +35,7 @@ from scheduler.wire.session import REQUESTS, dial, serve
 from scheduler.wire.transport import SocketTransport
 
 STREAMS = 64
-STEPS = 1_000  # a round carries STREAMS x STEPS tokens
+STEPS = 3_000  # a round carries STREAMS x STEPS tokens
 ROUNDS = 5
 SUBMISSIONS = 2_000
 PATIENCE = 30.0  # seconds for one round, or for the other process to listen
