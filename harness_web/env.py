@@ -14,6 +14,7 @@ from pathlib import Path
 
 BASE_DIR = Path(__file__).resolve().parent.parent
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+LOG_FORMATS = ("auto", "json", "console")
 
 
 class EnvError(Exception):
@@ -34,6 +35,7 @@ class Env:
     engine: str | None  # engine of the seeded demo deployment; None: not said
     model: str | None
     log_level: str
+    log_format: str  # auto: console on a terminal, JSON elsewhere
     debug: bool
     process: str  # name of this process in heartbeats and logs, set by `harness up`
 
@@ -58,6 +60,9 @@ def read(environ: Mapping[str, str] | None = None) -> Env:
     level = (env.get("HARNESS_LOG_LEVEL") or "INFO").upper()
     if level not in LOG_LEVELS:
         raise EnvError(f"HARNESS_LOG_LEVEL={level!r} is not one of {', '.join(LOG_LEVELS)}.")
+    log_format = (env.get("HARNESS_LOG_FORMAT") or "auto").lower()
+    if log_format not in LOG_FORMATS:
+        raise EnvError(f"HARNESS_LOG_FORMAT={log_format!r} is not one of {', '.join(LOG_FORMATS)}.")
     redis_url = env.get("HARNESS_REDIS_URL") or None
     if redis_url and not redis_url.startswith(("redis://", "rediss://", "unix://")):
         raise EnvError("HARNESS_REDIS_URL must start with redis://, rediss:// or unix://.")
@@ -75,6 +80,7 @@ def read(environ: Mapping[str, str] | None = None) -> Env:
         engine=env.get("HARNESS_ENGINE") or None,
         model=env.get("HARNESS_MODEL") or None,
         log_level=level,
+        log_format=log_format,
         debug=_flag("HARNESS_DEBUG", env.get("HARNESS_DEBUG", "")),
         process=env.get("HARNESS_PROCESS") or f"pid-{os.getpid()}",
     )

@@ -52,7 +52,7 @@ def redact(text: str) -> str:
 
 
 def configure(options: dict[str, Any]) -> None:
-    """Django's LOGGING_CONFIG. `options`: `level`, and `process`, the name that stands in every line."""
+    """Django's LOGGING_CONFIG. `options`: `level`, `format`, and `process`, the name in every JSON line."""
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -65,7 +65,8 @@ def configure(options: dict[str, Any]) -> None:
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter(process=options["process"], human=sys.stderr.isatty()))
+    human = options["format"] == "console" or (options["format"] == "auto" and sys.stderr.isatty())
+    handler.setFormatter(formatter(process=options["process"], human=human))
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(options["level"])

@@ -200,5 +200,5 @@ SPECTACULAR_SETTINGS = {
 
 # --- logging: see harness_web/logs.py -------------------------------------------------------------------------------
 LOGGING_CONFIG = "harness_web.logs.configure"
-LOGGING = {"level": ENV.log_level, "process": ENV.process}
+LOGGING = {"level": ENV.log_level, "format": ENV.log_format, "process": ENV.process}
 TESTING = "pytest" in sys.modules

@@ -27,7 +27,7 @@ from enum import Enum
 
 import psutil
 
-from harness_web.env import child_environment
+from harness_web.env import child_environment, read
 from harness_web.process_logs import LogWriter
 
 PR_SET_PDEATHSIG = 1
@@ -286,13 +286,19 @@ def log_pipe() -> Iterator[tuple[int, int]]:
 
 
 def spawn(spec: Spec, output: int) -> subprocess.Popen[bytes]:
-    """Start a child in a process group of its own, which writes to the descriptor `output`. Raises OSError."""
+    """Start a child in a process group of its own, which writes to the descriptor `output`. Raises OSError.
+
+    The child cannot see that its lines end on a terminal, so it is told.
+    """
+    changes = {"HARNESS_PROCESS": spec.name, "PYTHONUNBUFFERED": "1"}
+    if read().log_format == "auto" and sys.stdout.isatty():
+        changes["HARNESS_LOG_FORMAT"] = "console"
     return subprocess.Popen(
         spec.command,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env=child_environment(HARNESS_PROCESS=spec.name, PYTHONUNBUFFERED="1"),
+        env=child_environment(**changes),
         pass_fds=spec.pass_fds,
         process_group=0,
         preexec_fn=die_with_parent,  # safe here: it only calls into the kernel
