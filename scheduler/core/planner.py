@@ -10,14 +10,16 @@ from collections import deque
 from collections.abc import Mapping
 
 from scheduler.core.batcher import Batcher
+from scheduler.core.books import Books, tier_table
 from scheduler.core.lifecycle import Lifecycle, State
-from scheduler.core.policies import create_policy
-from scheduler.core.queue import WaitingQueue
+from scheduler.core.policies import Blocked, create_policy
+from scheduler.core.step_model import Coefficients, StepLoad, StepModel
 from scheduler.core.types import (
     Decision,
     Dispatch,
     Expire,
     Hold,
+    Lane,
     Outcome,
     PolicyConfig,
     PoolCapacity,
@@ -25,6 +27,7 @@ from scheduler.core.types import (
     Reason,
     Refusal,
     Request,
+    StepReport,
     TierSnapshot,
     TierSpec,
 )
@@ -32,25 +35,36 @@ from scheduler.core.types import (
 PRIORITY_LEVELS = ("high", "normal", "low")
 RECENT_DISPATCHES = 64  # how many dispatches of a tier its drain rate is taken from
 RETRY_AFTER_BOUNDS = (1.0, 60.0)  # seconds
+FIRST_GUESS: Coefficients = (0.02, 2e-4, 0.0, 5e-4, 0.0)  # a small engine; a few steps correct it
 
 
 class Planner:
-    """Queue, batcher and policy of one pool."""
+    """Queue, batcher and policy of one pool. `step_cost`: what is known of the engine's step time beforehand."""
 
     def __init__(
-        self, capacity: PoolCapacity, tiers: Mapping[str, TierSpec], policy: PolicyConfig, *, pool: str = "pool"
+        self,
+        capacity: PoolCapacity,
+        tiers: Mapping[str, TierSpec],
+        policy: PolicyConfig,
+        *,
+        pool: str = "pool",
+        step_cost: Coefficients = FIRST_GUESS,
     ) -> None:
         self._pool = pool
-        self._tiers = dict(tiers)
-        self._config = policy
-        self._policy = create_policy(policy.name)
-        self._queue = WaitingQueue(self._policy.key)
-        self._batcher = Batcher(capacity, policy.max_batch)
+        self._books = Books(capacity, dict(tiers), policy, Batcher(capacity, policy.max_batch), StepModel(step_cost))
+        self._policy = create_policy(policy.name, self._books)
+        self._queue = self._books.queue
+        self._queue.rekey(self._policy.key)
+        self._batcher = self._books.batcher
         self._lifecycle = Lifecycle()
-        self._waiting: dict[str, Request] = {}
         self._dispatched: dict[str, deque[float]] = {}
         self._batches = 0
         self._changed = True  # something happened since the last decision that found nothing to do
+
+    @property
+    def books(self) -> Books:
+        """What the planner knows, to be read."""
+        return self._books
 
     # --- configuration ----------------------------------------------------------------------------------------------
 
@@ -59,20 +73,26 @@ class Planner:
 
         A tier that is gone keeps its last contract for the requests that are still here.
         """
-        alive = {request.tier for request in self._waiting.values()}
-        alive |= {flight.request.tier for flight in self._batcher.running()}
-        retired = {name: spec for name, spec in self._tiers.items() if name in alive and name not in tiers}
-        self._tiers = retired | dict(tiers)
-        if policy.name != self._config.name:
-            self._policy = create_policy(policy.name)
-            self._queue.rekey(self._policy.key)
-        self._config = policy
+        books = self._books
+        retired = {
+            name: spec
+            for name, spec in books.tiers.items()
+            if name not in tiers and (self._queue.length(name) or self._batcher.count(name))
+        }
+        books.tiers = retired | dict(tiers)
+        books.config = policy
+        books.service.configure(tier_table(books.tiers))
+        self._policy = create_policy(policy.name, books)
+        self._queue.rekey(self._policy.key)
+        for request in self._queue:
+            self._queue.remind(request.id, self._policy.due(request))
         self._batcher.resize(self._batcher.capacity, policy.max_batch)
         self._changed = True
 
     def resize(self, capacity: PoolCapacity, now: float) -> None:
         """The engine was rebuilt with other bounds."""
-        self._batcher.resize(capacity, self._config.max_batch)
+        self._books.capacity = capacity
+        self._batcher.resize(capacity, self._books.config.max_batch)
         self._changed = True
 
     def effective_tier(self, tier: str, priority: str | None) -> TierSpec:
@@ -80,10 +100,10 @@ class Planner:
 
         `high` names the best rank, `normal` the middle one, `low` the worst. Raises KeyError for an unknown tier.
         """
-        own = self._tiers[tier]
+        own = self._books.tiers[tier]
         if priority is None:
             return own
-        ranked = sorted(self._tiers.values(), key=lambda spec: (spec.rank, spec.name))
+        ranked = sorted(self._books.tiers.values(), key=lambda spec: (spec.rank, spec.name))
         position = {"high": 0, "normal": len(ranked) // 2, "low": len(ranked) - 1}[priority]
         asked = ranked[position]
         return asked if asked.rank > own.rank else own
@@ -92,39 +112,54 @@ class Planner:
 
     def arrive(self, request: Request, now: float) -> Refusal | None:
         """Queue the request, or say why not. Raises IllegalTransition if its id is alive already."""
-        refusal = self._refuse(request, now)
-        if refusal is not None:
-            return refusal
+        admitted = self._refuse(request, now) or self._policy.admit(request, now)
+        if isinstance(admitted, Refusal):
+            return admitted
         self._lifecycle.queued(request.id)
-        self._queue.push(request)
-        self._waiting[request.id] = request
+        due = None if admitted.lane is Lane.LATE else self._policy.due(admitted)
+        self._queue.push(admitted, self._books.cost(admitted), due)
+        self._books.service.arrived(request.tier, request.tenant)
         self._changed = True
         return None
 
     def progress(self, request_id: str, tokens: int, now: float) -> None:
         """A running request has delivered `tokens` so far."""
-        self._batcher.progress(request_id, tokens)
+        if self._batcher.progress(request_id, tokens, now):
+            flight = self._batcher.get(request_id)
+            assert flight is not None
+            self._books.service.started(request_id, flight.request.prompt_tokens + tokens)
+            self._changed = True
+
+    def step(self, report: StepReport) -> None:
+        """The engine has made a step."""
+        books = self._books
+        if report.steps == 1 and report.elapsed > 0:
+            load = StepLoad(report.prefill_tokens, report.decode_seqs, report.decode_context)
+            books.steps.learn(load, report.elapsed)
+        books.service.step(report.elapsed, report.prefill_tokens, books.steps.coefficients, report.steps)
+        chunk = min(books.service.remaining_prefill(), books.capacity.step_tokens)
+        books.step_end = report.at + books.step_time(chunk)
 
     def finished(self, request_id: str, outcome: Outcome, now: float) -> None:
         """A dispatched request has left the engine. Raises IllegalTransition if it was not running."""
         self._lifecycle.left_engine(request_id)
-        self._batcher.leave(request_id)
+        request = self._batcher.leave(request_id).request
+        self._books.service.ended(request_id)
+        if outcome.reason is None:
+            self._books.lengths.observe(request.tenant, request.tier, request.max_tokens, outcome.completion_tokens)
         self._changed = True
 
     def cancel(self, request_id: str, now: float) -> State:
         """The caller has gone. QUEUED: it waited and is removed. RUNNING: abort it in the engine, then `finished`."""
         state = self._lifecycle.state(request_id)
         if state is State.QUEUED:
-            self._queue.remove(self._leave_queue(request_id))
+            self._leave_queue(request_id)
             self._changed = True
         return state
 
     def drain(self, now: float) -> list[Request]:
         """Empty the queue (the pool goes away); the caller answers each request. What runs is not touched."""
-        waiting = self._queue.clear()
-        for request in waiting:
-            self._leave_queue(request.id)
-        return waiting
+        return [self._leave_queue(request.id) for request in self._queue]
 
     # --- what to do -------------------------------------------------------------------------------------------------
 
@@ -133,35 +168,38 @@ class Planner:
 
         The dispatches of one call are one batch. A call without news since the last one returns at once.
         """
-        decisions: list[Decision] = [
-            Expire(self._leave_queue(request.id), Reason.QUEUE_TIMEOUT) for request in self._queue.pop_expired(now)
-        ]
-        if not self._changed and not decisions and not self._window_over(now):
+        decisions: list[Decision] = self._overdue(now)
+        if not self._changed and not decisions and not self._woken(now):
             return decisions
         self._changed = False
         if hold := self._wait_window(now):
             return [*decisions, *hold]
         batch_id = f"{self._pool}-{self._batches + 1}"
-        while heads := self._queue.heads():
-            dispatch, holds = self._choose(heads, batch_id)
+        dispatched = False
+        while len(self._queue):
+            dispatch, holds = self._choose(batch_id, now)
             if dispatch is None:
                 decisions += holds
                 break
             self._start(dispatch.request, now)
             decisions.append(dispatch)
-        if any(isinstance(decision, Dispatch) for decision in decisions):
-            self._batches += 1
+            dispatched = True
+        self._batches += dispatched
         return decisions
 
     def next_wakeup(self, now: float) -> float | None:
         """The earliest instant at which time alone gives `decide` something to do."""
-        instants = [self._queue.next_expiry(), self._window_end()]
+        instants = [self._queue.next_due(), self._window_end(), self._policy.next_wakeup(now)]
         return min((instant for instant in instants if instant is not None), default=None)
+
+    def waiting(self) -> int:
+        """How many requests wait."""
+        return len(self._queue)
 
     def snapshot(self, now: float) -> PoolSnapshot:
         """Counts per tier for status and telemetry; every configured tier has a row."""
         snapshot = PoolSnapshot(
-            {name: TierSnapshot() for name in self._tiers},
+            {name: TierSnapshot() for name in self._books.tiers},
             in_flight=len(self._batcher),
             cap=self._batcher.cap,
             kv_reserved=self._batcher.blocks / max(self._batcher.capacity.total_blocks, 1),
@@ -170,8 +208,7 @@ class Planner:
             tier.waiting = self._queue.length(name)
             oldest = self._queue.oldest_arrival(name)
             tier.oldest_wait = 0.0 if oldest is None else max(now - oldest, 0.0)
-        for flight in self._batcher.running():
-            snapshot.tiers[flight.request.tier].running += 1
+            tier.running = self._batcher.count(name)
         return snapshot
 
     # --- details ----------------------------------------------------------------------------------------------------
@@ -186,7 +223,7 @@ class Planner:
                 f"The request needs {request.prompt_tokens} prompt tokens and up to {request.max_tokens} output "
                 f"tokens; together at most {limit} are possible.",
             )
-        tier = self._tiers[request.tier]
+        tier = self._books.tiers[request.tier]
         waiting = self._queue.length(tier.name)
         if waiting >= tier.queue_max_length:
             return Refusal(
@@ -203,40 +240,66 @@ class Planner:
         pace = (len(recent) - 1) / max(now - recent[0], 1e-3)
         return min(max(self._queue.length(tier) / 2 / pace, low), high)
 
-    def _choose(self, heads: list[Request], batch_id: str) -> tuple[Dispatch | None, list[Decision]]:
-        """The first ranked head that the batcher lets in, or why none was."""
+    def _overdue(self, now: float) -> list[Decision]:
+        """End, or move to another lane, the waiting requests whose instant has come."""
+        ends: list[Decision] = []
+        for request in self._queue.pop_due(now):
+            if request.queue_deadline <= now:
+                ends.append(Expire(self._leave_queue(request.id), Reason.QUEUE_TIMEOUT))
+                continue
+            verdict = self._policy.overdue(request, now)
+            if isinstance(verdict, Refusal):
+                ends.append(Expire(self._leave_queue(request.id), verdict.reason, verdict.retry_after))
+            elif verdict is not None:
+                self._queue.move(request.id, verdict.lane)
+                self._changed = True
+            else:
+                self._queue.remind(request.id, max(self._policy.due(request), now + 1e-3))
+        return ends
+
+    def _choose(self, batch_id: str, now: float) -> tuple[Dispatch | None, list[Decision]]:
+        """The first candidate that the batcher lets in, or why none was."""
         holds: list[Decision] = []
-        for request, reason in self._policy.rank(heads, self._tiers):
-            blocked = self._batcher.blocked(request)
+        seen: set[str] = set()
+        for candidate in self._policy.candidates(now):
+            request = candidate.request
+            blocked = candidate.reason if isinstance(candidate, Blocked) else self._batcher.blocked(request)
             if blocked is None:
-                return Dispatch(request, batch_id, reason, engine_priority=int(request.deadline * 1e6)), []
+                return Dispatch(request, batch_id, candidate.reason, engine_priority=int(request.deadline * 1e6)), []
             holds.append(Hold(request, blocked))
-        ranked = {hold.request.id for hold in holds}
-        holds += [Hold(head, Reason.RANKED_BEHIND) for head in heads if head.id not in ranked]
+            seen.add(request.id)
+        holds += [Hold(head, Reason.RANKED_BEHIND) for head in self._queue.heads() if head.id not in seen]
         return None, holds
 
     def _start(self, request: Request, now: float) -> None:
-        self._queue.remove(request)
-        del self._waiting[request.id]
+        books = self._books
+        self._queue.remove(request.id)
         self._lifecycle.running(request.id)
-        self._batcher.enter(request)
+        if not len(self._batcher):
+            books.step_end = now
+        self._batcher.enter(request, now)
+        books.service.left_queue(request.tier, request.tenant)
+        books.service.dispatched(request.id, request.tier, request.tenant, request.prompt_tokens, books.cost(request))
         self._dispatched.setdefault(request.tier, deque(maxlen=RECENT_DISPATCHES)).append(now)
 
     def _leave_queue(self, request_id: str) -> Request:
         self._lifecycle.left_queue(request_id)
-        return self._waiting.pop(request_id)
+        request = self._queue.remove(request_id)
+        self._books.service.left_queue(request.tier, request.tenant)
+        return request
 
     # An idle engine may wait a moment for company; a busy one batches by itself, so that waiting would only hurt.
 
     def _window_end(self) -> float | None:
-        if self._config.max_wait_ms <= 0 or len(self._batcher) or not 0 < len(self._queue) < self._batcher.cap:
+        if self._books.config.max_wait_ms <= 0 or len(self._batcher) or not 0 < len(self._queue) < self._batcher.cap:
             return None
-        oldest = [self._queue.oldest_arrival(tier) for tier in self._queue.tiers()]
-        return min(arrival for arrival in oldest if arrival is not None) + self._config.max_wait_ms / 1000
+        oldest = [self._queue.oldest_arrival(tier) for tier in self._books.tiers]
+        arrivals = [arrival for arrival in oldest if arrival is not None]
+        return min(arrivals) + self._books.config.max_wait_ms / 1000
 
-    def _window_over(self, now: float) -> bool:
-        end = self._window_end()
-        return end is not None and now >= end
+    def _woken(self, now: float) -> bool:
+        instants = (self._window_end(), self._policy.next_wakeup(now))
+        return any(instant is not None and instant <= now for instant in instants)
 
     def _wait_window(self, now: float) -> list[Decision]:
         end = self._window_end()

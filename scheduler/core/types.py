@@ -15,6 +15,7 @@ class Lane(StrEnum):
 
     SHORT = "short"
     LONG = "long"
+    LATE = "late"  # can no longer meet its deadline and is served all the same
 
 
 class OnInfeasible(StrEnum):
@@ -55,17 +56,28 @@ class Reason(StrEnum):
     ENGINE_NOT_READY = "engine_not_ready"
     DRAINING = "draining"
     SPOOL_UNAVAILABLE = "spool_unavailable"
+    DEADLINE_INFEASIBLE = "deadline_infeasible"
+    DEGRADED = "degraded"
     # left the queue without running
     QUEUE_TIMEOUT = "queue_timeout"
     CLIENT_GONE = "client_gone"
     # why a head was not dispatched in a round
     SLOTS_FULL = "slots_full"
+    SLOTS_RESERVED = "slots_reserved"
     KV_FULL = "kv_full"
     WAIT_WINDOW = "wait_window"
+    PREFILL_BUDGET = "prefill_budget"
+    STREAM_PACE = "stream_pace"
+    LONG_LANE = "long_lane"
+    RESERVATION = "reservation"
     RANKED_BEHIND = "ranked_behind"
     # why a request was dispatched
     ARRIVAL_ORDER = "arrival_order"
     RANK_ORDER = "rank_order"
+    FLOOR_GUARD = "floor_guard"
+    URGENT = "urgent"
+    FAIR_TURN = "fair_turn"
+    LATE_TURN = "late_turn"
     # how a running request ended other than by itself
     ENGINE_FAILED = "engine_failed"
     REQUEST_FAILED = "request_failed"
@@ -185,6 +197,7 @@ class Expire:
 
     request: Request
     reason: Reason
+    retry_after: float | None = None  # seconds; None = no advice
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +232,8 @@ class StepReport:
     waiting: int
     kv_usage: float
     preemptions: int = 0
+    decode_context: int = 0  # KV tokens of the decoding sequences
+    steps: int = 1  # a replay reports a run of like steps as one
 
 
 @dataclass(frozen=True, slots=True)
