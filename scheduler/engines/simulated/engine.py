@@ -284,6 +284,7 @@ class SimulatedEngine:
             waiting=len(self._machine.waiting),
             kv_usage=self._machine.kv_usage,
             preemptions=result.preemptions,
+            decode_context=result.decode_context,
         )
 
     # --- ends ---------------------------------------------------------------------------------------------------
