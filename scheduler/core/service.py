@@ -16,6 +16,8 @@ credit F of a tier grows by its floor times the busy time while it waits, and fa
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -103,7 +105,23 @@ class TierAccount:
     credit: float = 0.0  # F
     seen: float = 0.0  # service at the last update of F
     least: float = 0.0  # running maximum of the least V among its backlogged tenants
-    lag: float = 0.0  # largest predicted cost in flight, for the bounds of tests
+    turns: list[tuple[float, int, str]] = field(default_factory=list)  # heap of (order when pushed, tie, tenant)
+
+    def next_tenant(self) -> str | None:
+        """The waiting tenant that has received least. An entry is old when its tenant has received since."""
+        turns = self.turns
+        while turns:
+            pushed, tie, tenant = turns[0]
+            member = self.tenants.get(tenant)
+            if member is None or not member.waiting:
+                heapq.heappop(turns)
+                continue
+            order = member.order()
+            if order <= pushed + 1e-9:
+                self.least = max(self.least, member.virtual())
+                return tenant
+            heapq.heapreplace(turns, (order, tie, tenant))
+        return None
 
 
 @dataclass(slots=True)
@@ -113,6 +131,7 @@ class Charge:
     meter: Meter
     tier: TierAccount
     tenant: Account
+    name: str  # of the tenant
     cost: float
     frame: int | None = None  # not None while it decodes
 
@@ -133,6 +152,7 @@ class Service:
         self._decoding = 0
         self._frames = 0
         self._least = 0.0  # v
+        self._ties = itertools.count()
         self.configure(floors_and_weights)
 
     def configure(self, floors_and_weights: dict[str, tuple[float, float]]) -> None:
@@ -161,6 +181,7 @@ class Service:
             self._forget_idle(account)
         if not member.waiting:
             member.offset += max(account.least - member.virtual(), 0.0)
+            self._take_turn(account, tenant, member)
         member.waiting += 1
 
     def left_queue(self, tier: str, tenant: str) -> None:
@@ -172,12 +193,11 @@ class Service:
         """A request runs; `cost` is its predicted engine time."""
         account = self.tiers[tier]
         member = account.tenants[tenant]
-        self._charges[request_id] = Charge(Meter(self.integrals), account, member, cost)
+        self._charges[request_id] = Charge(Meter(self.integrals), account, member, tenant, cost)
         self._prefilling[request_id] = prompt_tokens
         for one in (account.own, member):
             one.outstanding += cost
             one.running += 1
-        account.lag = max(account.lag, cost)
 
     def started(self, request_id: str, context: int) -> None:
         """Its first token is here: from the next step on it decodes with `context` tokens."""
@@ -203,6 +223,8 @@ class Service:
             one.outstanding -= charge.cost
             one.settled += seconds
             one.running -= 1
+        if charge.tenant.waiting:  # it may have cost less than predicted: its turn comes earlier than noted
+            self._take_turn(charge.tier, charge.name, charge.tenant)
         return seconds
 
     def step(self, elapsed: float, prefill_tokens: int, coefficients: tuple[float, ...], steps: int = 1) -> None:
@@ -249,6 +271,9 @@ class Service:
         return self._prefilling.get(request_id, 0)
 
     # --- details ----------------------------------------------------------------------------------------------------
+
+    def _take_turn(self, account: TierAccount, tenant: str, member: Account) -> None:
+        heapq.heappush(account.turns, (member.order(), next(self._ties), tenant))
 
     def _take_chunks(self, tokens: int) -> list[tuple[Charge, int]]:
         """Engines hide whose prompt a step has computed: in order of admission, corrected at the first token."""

@@ -169,8 +169,12 @@ class BatchingAware(Policy):
         return min((head for head in heads if head is not None), key=self.key, default=None)
 
     def _fair_head(self, tier: TierSpec) -> Request | None:
-        """The first request of the tenant whose turn it is."""
-        return self._first(tier)
+        """The first request of the tenant whose turn it is; the long lane goes first while it is owed its floor."""
+        tenant = self.books.service.tiers[tier.name].next_tenant()
+        if tenant is None:
+            return None
+        heads = [self.books.queue.tenant_head(tier.name, lane, tenant) for lane in LANES]
+        return min((head for head in heads if head is not None), key=self.key, default=None)
 
     # --- tests ------------------------------------------------------------------------------------------------------
 
@@ -196,10 +200,10 @@ class BatchingAware(Policy):
         if reason is Reason.FLOOR_GUARD and books.service.tiers[tier.name].credit >= FLOOR_CLAMP:
             return None
         chunk = min(pending + request.prompt_tokens, books.capacity.step_tokens)
-        step = PACE_MARGIN * books.step_time(chunk)
+        stall = PACE_MARGIN * books.step_time(chunk)
         for flight in books.batcher.running():
             if flight.first_token is not None:
-                ahead = flight.first_token + flight.tokens * books.tiers[flight.request.tier].tpot - now
-                if ahead < step:
+                tpot = books.tiers[flight.request.tier].tpot
+                if flight.first_token + flight.tokens * tpot - now < stall:
                     return Reason.STREAM_PACE
         return None
