@@ -7,12 +7,13 @@ reports back with `finished`, exactly once for each dispatch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from scheduler.core.batcher import Batcher
 from scheduler.core.books import Books, tier_table
+from scheduler.core.guard import CpuClock, PolicyGuard, PolicyReplaced
 from scheduler.core.lifecycle import Lifecycle, State
-from scheduler.core.policies import Blocked, create_policy
+from scheduler.core.policies import Blocked
 from scheduler.core.step_model import Coefficients, StepLoad, StepModel
 from scheduler.core.types import (
     Decision,
@@ -39,7 +40,11 @@ FIRST_GUESS: Coefficients = (0.02, 2e-4, 0.0, 5e-4, 0.0)  # a small engine; a fe
 
 
 class Planner:
-    """Queue, batcher and policy of one pool. `step_cost`: what is known of the engine's step time beforehand."""
+    """Queue, batcher and policy of one pool.
+
+    `step_cost`: what is known of the engine's step time beforehand. `cpu_clock`: CPU seconds of this thread, by which a
+    policy that is too slow is replaced (None: time is no reason); `guard.py` has the rule.
+    """
 
     def __init__(
         self,
@@ -49,22 +54,34 @@ class Planner:
         *,
         pool: str = "pool",
         step_cost: Coefficients = FIRST_GUESS,
+        cpu_clock: CpuClock | None = None,
     ) -> None:
         self._pool = pool
         self._books = Books(capacity, dict(tiers), policy, Batcher(capacity, policy.max_batch), StepModel(step_cost))
-        self._policy = create_policy(policy.name, self._books)
         self._queue = self._books.queue
-        self._queue.rekey(self._policy.key)
         self._batcher = self._books.batcher
         self._lifecycle = Lifecycle()
         self._dispatched: dict[str, deque[float]] = {}
         self._batches = 0
         self._changed = True  # something happened since the last decision that found nothing to do
+        self._policy = PolicyGuard(self._books, cpu_clock, self._adopt_policy)
+        self._policy.use(policy.name)
 
     @property
     def books(self) -> Books:
         """What the planner knows, to be read."""
         return self._books
+
+    @property
+    def policy(self) -> str:
+        """The policy in use: the configured one, unless it has failed."""
+        return self._policy.name
+
+    def take_events(self) -> Sequence[PolicyReplaced]:
+        """What has happened to the policy since this was asked last."""
+        events = list(self._policy.events)
+        self._policy.events.clear()
+        return events
 
     # --- configuration ----------------------------------------------------------------------------------------------
 
@@ -82,12 +99,8 @@ class Planner:
         books.tiers = retired | dict(tiers)
         books.config = policy
         books.service.configure(tier_table(books.tiers))
-        self._policy = create_policy(policy.name, books)
-        self._queue.rekey(self._policy.key)
-        for request in self._queue:
-            self._queue.remind(request.id, self._policy.due(request))
         self._batcher.resize(self._batcher.capacity, policy.max_batch)
-        self._changed = True
+        self._policy.use(policy.name)
 
     def resize(self, capacity: PoolCapacity, now: float) -> None:
         """The engine was rebuilt with other bounds."""
@@ -116,8 +129,7 @@ class Planner:
         if isinstance(admitted, Refusal):
             return admitted
         self._lifecycle.queued(request.id)
-        due = None if admitted.lane is Lane.LATE else self._policy.due(admitted)
-        self._queue.push(admitted, self._books.cost(admitted), due)
+        self._queue.push(admitted, self._books.cost(admitted), self._due(admitted))
         self._books.service.arrived(request.tier, request.tenant)
         self._changed = True
         return None
@@ -143,10 +155,12 @@ class Planner:
     def finished(self, request_id: str, outcome: Outcome, now: float) -> None:
         """A dispatched request has left the engine. Raises IllegalTransition if it was not running."""
         self._lifecycle.left_engine(request_id)
-        request = self._batcher.leave(request_id).request
+        flight = self._batcher.leave(request_id)
+        request = flight.request
         self._books.service.ended(request_id)
         if outcome.reason is None:
             self._books.lengths.observe(request.tenant, request.tier, request.max_tokens, outcome.completion_tokens)
+        self._policy.ended(flight, outcome, now)
         self._changed = True
 
     def cancel(self, request_id: str, now: float) -> State:
@@ -174,6 +188,7 @@ class Planner:
         self._changed = False
         if hold := self._wait_window(now):
             return [*decisions, *hold]
+        self._policy.deciding(now)
         batch_id = f"{self._pool}-{self._batches + 1}"
         dispatched = False
         while len(self._queue):
@@ -189,7 +204,7 @@ class Planner:
 
     def next_wakeup(self, now: float) -> float | None:
         """The earliest instant at which time alone gives `decide` something to do."""
-        instants = [self._queue.next_due(), self._window_end(), self._policy.next_wakeup(now)]
+        instants = [self._queue.next_due(), self._policy.window_end(), self._policy.next_wakeup(now)]
         return min((instant for instant in instants if instant is not None), default=None)
 
     def waiting(self) -> int:
@@ -254,7 +269,7 @@ class Planner:
                 self._queue.move(request.id, verdict.lane)
                 self._changed = True
             else:
-                self._queue.remind(request.id, max(self._policy.due(request), now + 1e-3))
+                self._queue.remind(request.id, max(self._due(request), now + 1e-3))
         return ends
 
     def _choose(self, batch_id: str, now: float) -> tuple[Dispatch | None, list[Decision]]:
@@ -281,6 +296,7 @@ class Planner:
         books.service.left_queue(request.tier, request.tenant)
         books.service.dispatched(request.id, request.tier, request.tenant, request.prompt_tokens, books.cost(request))
         self._dispatched.setdefault(request.tier, deque(maxlen=RECENT_DISPATCHES)).append(now)
+        self._policy.dispatched(request, now)
 
     def _leave_queue(self, request_id: str) -> Request:
         self._lifecycle.left_queue(request_id)
@@ -288,21 +304,22 @@ class Planner:
         self._books.service.left_queue(request.tier, request.tenant)
         return request
 
-    # An idle engine may wait a moment for company; a busy one batches by itself, so that waiting would only hurt.
+    def _due(self, request: Request) -> float:
+        """When to look at a waiting request again. What is late already only waits for its turn, or for its end."""
+        return request.queue_deadline if request.lane is Lane.LATE else self._policy.due(request)
 
-    def _window_end(self) -> float | None:
-        if self._books.config.max_wait_ms <= 0 or len(self._batcher) or not 0 < len(self._queue) < self._batcher.cap:
-            return None
-        oldest = [self._queue.oldest_arrival(tier) for tier in self._books.tiers]
-        arrivals = [arrival for arrival in oldest if arrival is not None]
-        return min(arrivals) + self._books.config.max_wait_ms / 1000
+    def _adopt_policy(self) -> None:
+        """Another policy is in use: what waits is ordered and due as it says."""
+        self._queue.rekey(self._policy.key)
+        self._queue.reschedule(self._due)
+        self._changed = True
 
     def _woken(self, now: float) -> bool:
-        instants = (self._window_end(), self._policy.next_wakeup(now))
+        instants = (self._policy.window_end(), self._policy.next_wakeup(now))
         return any(instant is not None and instant <= now for instant in instants)
 
     def _wait_window(self, now: float) -> list[Decision]:
-        end = self._window_end()
+        end = self._policy.window_end()
         if end is None or now >= end:
             return []
         return [Hold(head, Reason.WAIT_WINDOW) for head in self._queue.heads()]

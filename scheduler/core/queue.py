@@ -105,11 +105,11 @@ class WaitingQueue:
 
     def pop_due(self, now: float) -> list[Request]:
         """The waiting requests whose instant has come; they go on waiting until removed or `remind`ed."""
-        due = []
+        due = {}
         while (request := self._first(self._instants)) is not None and self._instants[0][0] <= now:
             heapq.heappop(self._instants)
-            due.append(request)
-        return due
+            due[request.id] = request  # one that was reminded twice is due once
+        return list(due.values())
 
     def remind(self, request_id: str, due: float) -> None:
         """Look at a waiting request (again) at `due`."""
@@ -137,6 +137,11 @@ class WaitingQueue:
         for heap in (*self._lanes.values(), *self._tenants.values()):
             heap[:] = [(key(place.request), order, place) for _, order, place in heap if place.alive]
             heapq.heapify(heap)
+
+    def reschedule(self, due: OrderKey) -> None:
+        """Look at everything anew at its instant `due`, and forget the instants before. O(n)."""
+        self._instants = [(due(place.request), order, place) for order, place in self._waiting.values()]
+        heapq.heapify(self._instants)
 
     # --- details ----------------------------------------------------------------------------------------------------
 

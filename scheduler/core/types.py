@@ -66,6 +66,8 @@ class Reason(StrEnum):
     SLOTS_RESERVED = "slots_reserved"
     KV_FULL = "kv_full"
     WAIT_WINDOW = "wait_window"
+    BATCH_RUNNING = "batch_running"  # the next batch begins when this one has ended
+    BATCH_CLOSED = "batch_closed"  # the batch of this decision takes no more
     PREFILL_BUDGET = "prefill_budget"
     STREAM_PACE = "stream_pace"
     LONG_LANE = "long_lane"
@@ -74,6 +76,7 @@ class Reason(StrEnum):
     # why a request was dispatched
     ARRIVAL_ORDER = "arrival_order"
     RANK_ORDER = "rank_order"
+    DEADLINE_ORDER = "deadline_order"
     FLOOR_GUARD = "floor_guard"
     URGENT = "urgent"
     FAIR_TURN = "fair_turn"
@@ -141,7 +144,7 @@ class PolicyConfig:
     version: int = 0
     name: str = "continuous"
     max_batch: int | None = None  # in-flight cap; None = the engine's max_seqs
-    max_wait_ms: float = 0.0  # how long an idle engine may wait for company
+    max_wait_ms: float = 0.0  # how long an idle engine may wait for company; 0 = the policy's own time
     step_tokens: int | None = None
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from scheduler.core.batcher import InFlight
 from scheduler.core.books import Books
-from scheduler.core.types import Reason, Refusal, Request
+from scheduler.core.types import Outcome, Reason, Refusal, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,35 @@ class Policy:
         """Its instant `due` has come: None to let it wait on, a request in another lane, or the end of its waiting."""
         return None
 
+    def window_end(self) -> float | None:
+        """Until when an idle engine waits for company; None: it does not. A full batch waits for nobody."""
+        wait, queue = self.max_wait(), self.books.queue
+        if wait <= 0 or len(self.books.batcher) or not 0 < len(queue) < self.books.batcher.cap:
+            return None
+        oldest = (queue.oldest_arrival(tier) for tier in self.books.tiers)
+        return min(arrival for arrival in oldest if arrival is not None) + wait
+
+    def max_wait(self) -> float:
+        """Seconds that the oldest request may wait for company. An engine that batches by iteration needs none."""
+        return self.books.config.max_wait_ms / 1000
+
+    def deciding(self, now: float) -> None:
+        """A decision begins: what `candidates` offers until the next one is one batch."""
+
     def candidates(self, now: float) -> Iterator[Candidate | Blocked]:
         """Who may be dispatched, best first. The first that slots and memory allow goes; then this is asked again."""
         raise NotImplementedError
 
+    def dispatched(self, request: Request, now: float) -> None:
+        """A candidate went to the engine."""
+
+    def ended(self, flight: InFlight, outcome: Outcome, now: float) -> None:
+        """A request has left the engine; it may have been dispatched before this policy was there."""
+
     def next_wakeup(self, now: float) -> float | None:
-        """When time alone may change the answer of `candidates`."""
+        """When time alone may change the answer of `candidates`; the end of the window is known without it."""
         return None
+
+    def oldest(self) -> Request | None:
+        """The waiting request that came first."""
+        return min(self.books.queue.heads(), key=lambda head: (head.arrival, head.id), default=None)

@@ -12,6 +12,5 @@ class Continuous(Policy):
     """Only the oldest head may go: nobody passes a request that does not fit yet."""
 
     def candidates(self, now: float) -> Iterator[Candidate | Blocked]:
-        heads = self.books.queue.heads()
-        if heads:
-            yield Candidate(min(heads, key=lambda head: (head.arrival, head.id)), Reason.ARRIVAL_ORDER)
+        if (head := self.oldest()) is not None:
+            yield Candidate(head, Reason.ARRIVAL_ORDER)
