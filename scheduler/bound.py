@@ -56,7 +56,6 @@ class Bound:
     horizon: float
     horizons: float
     converged: bool
-    intervals: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +118,7 @@ def compute_bound(workload: Workload, profile: Profile, on_progress: OnProgress 
     """Both sides of the truth. Raises BoundUnavailable without scipy."""
     jobs = jobs_of(workload, profile)
     everything = sum(workload.tiers[request.tier].weight for request in workload.requests) or 1.0
-    programme = _Programme(jobs, workload.span)
-    value, converged = programme.solve(on_progress)
+    value, converged = optimum(jobs, on_progress)
     on_progress(MAX_ROUNDS, MAX_ROUNDS)
     horizon = max(
         (_last_due(request, workload.tiers[request.tier]) - request.arrival for request in workload.requests),
@@ -132,8 +130,15 @@ def compute_bound(workload: Workload, profile: Profile, on_progress: OnProgress 
         horizon=horizon,
         horizons=workload.span / horizon if horizon else math.inf,
         converged=converged,
-        intervals=programme.intervals,
     )
+
+
+def optimum(jobs: Sequence[Job], on_progress: OnProgress = lambda done, total: None) -> tuple[float, bool]:
+    """The programme's greatest weight for jobs in order of arrival, and whether every interval is met.
+
+    Raises BoundUnavailable without scipy.
+    """
+    return _Programme(jobs).solve(on_progress)
 
 
 def _last_due(request: Request, tier: TierSpec) -> float:
@@ -144,7 +149,7 @@ def _last_due(request: Request, tier: TierSpec) -> float:
 class _Programme:
     """The linear programme and the intervals it has so far. Arrays are indexed by job, or by due date."""
 
-    def __init__(self, jobs: Sequence[Job], span: float) -> None:
+    def __init__(self, jobs: Sequence[Job]) -> None:
         try:
             import numpy
             from scipy import sparse
@@ -152,7 +157,7 @@ class _Programme:
         except ImportError as error:
             raise BoundUnavailable("The bound needs scipy: pip install 'llm-harness[replay]'.") from error
         self._np, self._sparse, self._linprog = numpy, sparse, linprog
-        self._span = span
+        self._span = jobs[-1].arrival - jobs[0].arrival if jobs else 0.0
         self._weight = numpy.array([job.weight for job in jobs])
         self._arrival = numpy.array([job.arrival for job in jobs])
         self._work = numpy.array([(job.prefill, job.decode) for job in jobs]).reshape(-1, 2)
@@ -161,15 +166,12 @@ class _Programme:
         self._due_index = numpy.searchsorted(self._dues, self._due)
         self._rows: dict[tuple[int, int], tuple[Any, Any, float]] = {}  # (job, due) -> columns, work, length
 
-    @property
-    def intervals(self) -> int:
-        return len(self._rows)
-
     def solve(self, on_progress: OnProgress) -> tuple[float, bool]:
         """(optimal weight, whether no interval is overfull)."""
         chosen = self._np.ones(len(self._weight))
         for done in range(MAX_ROUNDS):
-            if not self._add_violated(chosen, self._span / GRID / GRID_SHRINKS**done):
+            grid = max(self._span / GRID / GRID_SHRINKS**done, TOLERANCE)
+            if not self._add_violated(chosen, grid):
                 return float(self._weight @ chosen), True
             on_progress(done, MAX_ROUNDS)
             chosen = self._optimum()

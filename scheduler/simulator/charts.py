@@ -18,6 +18,8 @@ CDF_POINTS = 300
 HEIGHT = 380  # pixels
 COLOURS = ("#3b6fd4", "#d9822b", "#3a9a5c", "#b4456e", "#7d5bc2", "#8a8f98", "#1f9aa5", "#c2a300", "#5a4a42")
 
+GREY, INK = "#8a8f98", "#1c2128"
+
 PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -113,7 +115,7 @@ def _attainment(report: Report) -> go.Figure:
             x=[tier.name],
             y=[tier.objective],
             mode="markers",
-            marker={"symbol": "line-ew-open", "size": 60, "color": "#1c2128"},
+            marker={"symbol": "line-ew-open", "size": 60, "color": INK},
             hovertemplate=f"objective {tier.objective:.3f}<extra></extra>",
             showlegend=False,
         )
@@ -129,7 +131,8 @@ def _cdf(tier: str, replays: Sequence[Replay]) -> go.Figure:
             line = {"dash": dash, "color": COLOURS[number % len(COLOURS)]}
             figure.add_scatter(x=x, y=y, mode="lines", line=line, name=f"{replay.policy} {kind}")
     contract = replays[0].workload.tiers[tier]
-    figure.add_vline(x=contract.ttft, line={"dash": "dash", "color": "#8a8f98"}, annotation_text="TTFT promised")
+    promise = [contract.ttft, contract.ttft]
+    figure.add_scatter(x=promise, y=[0, 1], mode="lines", line={"dash": "dash", "color": GREY}, name="TTFT promised")
     return figure.update_layout(
         xaxis={"type": "log", "title": "seconds"}, yaxis={"tickformat": ".0%", "range": [0, 1.03]}
     )
@@ -170,7 +173,7 @@ def _shares(report: Report) -> go.Figure:
         tiers = list(report.workload.tiers)
         weights = [report.workload.tiers[tier].weight / total for tier in tiers]
         figure.add_scatter(
-            name="weight", x=tiers, y=weights, mode="markers", marker={"symbol": "diamond", "color": "#1c2128"}
+            name="weight", x=tiers, y=weights, mode="markers", marker={"symbol": "diamond", "color": INK}
         )
     return figure.update_layout(yaxis={"tickformat": ".0%"}, barmode="group")
 
@@ -203,9 +206,7 @@ def _pareto(curve: EngineCurve, report: Report) -> go.Figure:
         figure.add_scatter(x=x, y=y, text=[label[at]], mode="markers", marker={"size": 11}, name=name)
     for tier in report.workload.tiers.values():
         if tier.tpot <= 2 * curve.token_time[-1]:
-            figure.add_hline(
-                y=tier.tpot, line={"dash": "dash", "color": "#8a8f98"}, annotation_text=f"TPOT of {tier.name}"
-            )
+            figure.add_hline(y=tier.tpot, line={"dash": "dash", "color": GREY}, annotation_text=f"TPOT of {tier.name}")
     return figure.update_layout(
         xaxis={"title": "tokens per second"}, yaxis={"title": "seconds per token", "rangemode": "tozero"}
     )

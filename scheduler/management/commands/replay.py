@@ -85,6 +85,8 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:
+            if options["html"]:
+                options["html"].touch()  # better refused now than after minutes
             report, replays = self._run(argparse.Namespace(**options))
             if options["html"]:
                 write_charts(options["html"], report, replays)
@@ -112,17 +114,19 @@ class Command(BaseCommand):
         workload = build_workload(read_trace(options.trace, options.limit), profile, tiers, demand)
         # What lives now lives to the end: the collector need not look at a hundred thousand requests again and again.
         gc.freeze()
-        replays = [
-            self._replay(workload, profile, PolicyConfig(**{**policy, "name": name}))
-            for name in options.policies or POLICIES
-        ]
+        try:
+            replays = [
+                self._replay(workload, profile, PolicyConfig(**{**policy, "name": name}))
+                for name in options.policies or POLICIES
+            ]
+        finally:
+            gc.unfreeze()
         bound, reason = self._bound(workload, profile, options.bound)
         results = {run.policy: judge(run) for run in replays}
         return Report(str(options.trace), options.seed, profile, workload, results, bound, reason), replays
 
     def _replay(self, workload: Workload, profile: Profile, policy: PolicyConfig) -> Replay:
-        progress = _Progress(policy.name)
-        return replay(workload, profile, policy, progress)
+        return replay(workload, profile, policy, _Progress(policy.name))
 
     def _bound(self, workload: Workload, profile: Profile, wanted: bool | None) -> tuple[Bound | None, str]:
         """The bound, or None and why not. Raises BoundUnavailable if it was asked for and cannot be computed."""
