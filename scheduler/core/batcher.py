@@ -47,6 +47,7 @@ class Batcher:
         self._blocks = 0
         self._worst = 0  # blocks if everything produced all it may
         self._context = 0
+        self._forecast: list[tuple[int, int]] | None = None  # what runs, as `peak` takes it; None: to be made anew
         self.decoding = 0
 
     @property
@@ -88,6 +89,7 @@ class Batcher:
 
     def resize(self, capacity: PoolCapacity, max_batch: int | None) -> None:
         """New bounds. What runs keeps running, also above a lowered cap; nothing enters until it fits again."""
+        self._forecast = None
         self._capacity = capacity
         self._max_batch = max_batch
         self._blocks = self._worst = 0
@@ -127,17 +129,16 @@ class Batcher:
         blocks = self._capacity.blocks
         if self._worst + blocks(request.worst_case_tokens) <= limit:
             return None  # even the worst case fits: no need to look at each request
-        flights = [(one.remaining(lengths), one.blocks) for one in self._running.values()]
-        flights.append((lengths(request, 0), self._first_blocks(request)))
+        flights = [*self._flights(lengths), (lengths(request, 0), self._first_blocks(request))]
         return Reason.KV_FULL if peak(flights, self._capacity.block_size) > limit else None
 
     def peak_share(self, lengths: Lengths) -> float:
         """The future peak of what runs, as a share of the pool."""
-        flights = [(one.remaining(lengths), one.blocks) for one in self._running.values()]
-        return peak(flights, self._capacity.block_size) / max(self._capacity.total_blocks, 1)
+        return peak(self._flights(lengths), self._capacity.block_size) / max(self._capacity.total_blocks, 1)
 
     def enter(self, request: Request, now: float) -> None:
         """The request takes a slot and the blocks of its prompt and first token."""
+        self._forecast = None
         blocks = self._first_blocks(request)
         self._running[request.id] = InFlight(request, now, blocks=blocks)
         self._per_tier[request.tier] += 1
@@ -149,6 +150,7 @@ class Batcher:
         flight = self._running.get(request_id)
         if flight is None or tokens <= flight.tokens:
             return False
+        self._forecast = None
         first = flight.first_token is None
         if first:
             flight.first_token = now
@@ -163,6 +165,7 @@ class Batcher:
 
     def leave(self, request_id: str) -> InFlight:
         """The request gives back what it holds. Raises KeyError if it does not run."""
+        self._forecast = None
         flight = self._running.pop(request_id)
         self._per_tier[flight.request.tier] -= 1
         self._blocks -= flight.blocks
@@ -171,6 +174,12 @@ class Batcher:
             self.decoding -= 1
             self._context -= flight.request.prompt_tokens + flight.tokens
         return flight
+
+    def _flights(self, lengths: Lengths) -> list[tuple[int, int]]:
+        # One decision asks for several candidates; sorted once, so that sorting again with one more is nearly free.
+        if self._forecast is None:
+            self._forecast = sorted(((one.remaining(lengths), one.blocks) for one in self._running.values()), reverse=True)
+        return self._forecast
 
     def _first_blocks(self, request: Request) -> int:
         return self._capacity.blocks(request.prompt_tokens + 1)

@@ -87,6 +87,34 @@ class LengthModel:
         return list(itertools.accumulate(weights))
 
 
+class PromptHistory:
+    """Recent prompt lengths in eighths of powers of two; old ones fade."""
+
+    def __init__(self) -> None:
+        self._counts = [0.0] * (BUCKETS * 8)
+        self._total = 0.0
+
+    def observe(self, tokens: int) -> None:
+        self._counts[_eighth(tokens)] += 1.0
+        self._total += 1.0
+        if self._total > AGE_AT:
+            self._counts = [count / 2 for count in self._counts]
+            self._total = sum(self._counts)
+
+    def quantile(self, q: float) -> int:
+        """The length that a share `q` of the prompts does not exceed, rounded up to its eighth."""
+        target, seen = q * self._total, 0.0
+        for index, count in enumerate(self._counts):
+            seen += count
+            if seen >= target and count:
+                return int(2.0 ** ((index + 1) / 8))
+        return 0
+
+
+def _eighth(tokens: int) -> int:
+    return min(int(8 * math.log2(max(tokens, 1))), BUCKETS * 8 - 1)
+
+
 def _at(curve: list[float], tokens: int) -> float:
     """The share that ends by `tokens`, spread evenly inside a bucket."""
     if tokens <= 0:

@@ -26,6 +26,10 @@ class Waiting:
     cost: float  # predicted engine-seconds
     alive: bool = True
 
+    def __lt__(self, other: Waiting) -> bool:
+        """Only asked of a place and its successor after a move, of which one is dead: their order is no matter."""
+        return False
+
 
 Entry = tuple[float, int, Waiting]  # key, order of arrival (ties are FIFO), place
 Heap = list[Entry]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scheduler.core.batcher import Lengths
 from scheduler.core.books import Books
 from scheduler.core.types import Request
 
-MEDIAN, LATE_QUANTILE = 0.5, 0.9
+LATE_QUANTILE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +25,22 @@ class Reservation:
     spare_blocks: int
 
 
-def reserve(books: Books, request: Request, slots: int, blocks: int, now: float) -> Reservation:
+def reserve(
+    books: Books, request: Request, slots: int, blocks: int, lengths: Lengths, now: float
+) -> Reservation:
     """The earliest start of `request`, which may use `slots` slots and `blocks` blocks of the pool.
 
-    Running requests count with all the blocks that they are expected to fill, until their predicted ends.
+    Running requests count with all the blocks that they are expected to fill, until their predicted ends; `lengths`
+    answers what they will have produced.
     """
     need = books.capacity.blocks(request.prompt_tokens + books.expected_tokens(request))
-    flights = [
-        (predicted_end(books, flight.request.id, MEDIAN, now), _final_blocks(books, flight.request, flight.tokens))
-        for flight in books.batcher.running()
-    ]
+    step, residual = books.step_time(), books.residual(now)
+    flights = []
+    for flight in books.batcher.running():
+        remaining = flight.remaining(lengths)
+        prefill = books.service.prefill_left(flight.request.id)
+        end = now + residual + remaining * step + (books.prefill_seconds(prefill) if prefill else 0.0)
+        flights.append((end, books.capacity.blocks(flight.request.prompt_tokens + flight.tokens + remaining)))
     flights.sort()
     used_slots = len(flights)
     used_blocks = sum(held for _, held in flights)
@@ -57,16 +64,3 @@ def may_pass(books: Books, reservation: Reservation, request: Request, now: floa
     seconds = books.residual(now) + books.prefill_seconds(request.prompt_tokens, pending) + tokens * books.step_time()
     return now + seconds * books.steps.quantile(LATE_QUANTILE) <= reservation.start
 
-
-def predicted_end(books: Books, request_id: str, quantile: float, now: float) -> float:
-    """When a running request will have made its last token, if nothing else enters."""
-    flight = books.batcher.get(request_id)
-    assert flight is not None
-    remaining = books.expected_tokens(flight.request, quantile, flight.tokens) - flight.tokens
-    seconds = books.residual(now) + max(remaining, 0) * books.step_time()
-    prefill = books.service.prefill_left(request_id)
-    return now + seconds + (books.prefill_seconds(prefill) if prefill else 0.0)
-
-
-def _final_blocks(books: Books, request: Request, produced: int) -> int:
-    return books.capacity.blocks(request.prompt_tokens + books.expected_tokens(request, MEDIAN, produced))

@@ -17,7 +17,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from scheduler.core.books import Books
+from scheduler.core.length_model import PromptHistory
 from scheduler.core.policies.base import Blocked, Candidate, Policy
+from scheduler.core.reservation import Reservation, may_pass, reserve
 from scheduler.core.service import FLOOR_CLAMP
 from scheduler.core.types import Lane, OnInfeasible, Reason, Refusal, Request, TierSpec
 
@@ -27,11 +29,16 @@ LEAD_BOUND = 2.0  # engine-seconds that an urgent tier may be ahead of the other
 PACE_MARGIN = 1.15
 PREFILL_SHARE = 0.5  # of a step, for prompts of worse ranks in flight
 LONG_SHARE = 0.25  # of the best rank's deadline: a longer prefill is long
-LONG_KV_SHARE = 0.40
+LONG_QUANTILE = 0.95  # of recent prompts
+LONG_KV_SHARE = 0.40  # of the pool, for all long prompts that run
+LONG_FLOOR = 0.10  # of its tier's dispatched work, while the long lane waits
+BEST_QUIET = 30.0  # seconds without the best rank, after which two long prompts may be prefilled at a time
+ALPHA = 4.0  # weight of the prefill time in the order of deadlines
 OPTIMISTIC, CAUTIOUS = 0.1, 0.75
 BACKLOG_FAILURES = 2
 REOPEN_AT = 0.8
 LANES = (Lane.SHORT, Lane.LONG)
+NO_ROOM = (Reason.SLOTS_FULL, Reason.SLOTS_RESERVED, Reason.KV_FULL)
 
 
 class BatchingAware(Policy):
@@ -40,6 +47,9 @@ class BatchingAware(Policy):
     def __init__(self, books: Books) -> None:
         super().__init__(books)
         self._failing: dict[str, int] = {}  # tier -> arrivals in a row that the backlog test failed
+        self._prompts = PromptHistory()
+        self._best_seen = 0.0  # when a request of the best rank came last
+        self._lane_cost: dict[tuple[str, Lane], float] = {}  # work dispatched while both lanes of a tier waited
         self._refresh_ranks()
 
     def _refresh_ranks(self) -> None:
@@ -51,9 +61,8 @@ class BatchingAware(Policy):
     # --- arrival ----------------------------------------------------------------------------------------------------
 
     def key(self, request: Request) -> float:
-        """Deadline plus remaining prefill time: of two equal deadlines the shorter work first."""
-        alpha = 4.0 if self.books.level else 1.0
-        return request.deadline + alpha * self.books.steps.coefficients[1] * request.prompt_tokens
+        """Deadline plus weighted prefill time: of two like deadlines the shorter work first."""
+        return request.deadline + ALPHA * self.books.alone_seconds(request.prompt_tokens)
 
     def latest_start(self, request: Request) -> float:
         """The instant after which even an empty engine is too late, by the optimistic quantile."""
@@ -68,11 +77,21 @@ class BatchingAware(Policy):
 
     def admit(self, request: Request, now: float) -> Request | Refusal:
         tier = self.books.tier(request)
+        if tier.rank == self._best:
+            self._best_seen = now
         if self.latest_start(request) < now:
             return self._infeasible(request, tier, now)
         if tier.on_infeasible is OnInfeasible.REJECT and (refusal := self._backlog(request, tier, now)):
             return refusal
-        return request
+        return replace(request, lane=Lane.LONG) if self._is_long(request) else request
+
+    def _is_long(self, request: Request) -> bool:
+        """Long for the best rank's deadline, and long among its like: on a slow engine half of all would be the first."""
+        self._prompts.observe(request.prompt_tokens)
+        seconds = self.books.alone_seconds(request.prompt_tokens)
+        if seconds <= LONG_SHARE * self._ranked[0].deadline(0.0, True, 0, None):
+            return False
+        return request.prompt_tokens > self._prompts.quantile(LONG_QUANTILE)
 
     def overdue(self, request: Request, now: float) -> Request | Refusal | None:
         if request.lane is Lane.LATE or self.latest_start(request) > now:
@@ -123,10 +142,24 @@ class BatchingAware(Policy):
         if not tiers:
             return
         self.books.service.pace()
-        urgent = self._urgent(tiers, now)
-        for request, reason in self._turns(tiers, urgent, now):
-            blocked = self._tests(request, self.books.tier(request), reason, now)
-            yield Candidate(request, reason) if blocked is None else Blocked(request, blocked)
+        reservation: Reservation | None = None
+        for request, reason in self._turns(tiers, self._urgent(tiers, now), now):
+            tier = self.books.tier(request)
+            blocked = self._room(request, tier) or self._interference(request, tier, reason, now)
+            if blocked is None and reservation is not None and not self._passes(reservation, request, tier, now):
+                blocked = Reason.RESERVATION
+            if blocked is None:
+                yield Candidate(request, reason)
+                continue
+            yield Blocked(request, blocked)
+            if reservation is None and reason in (Reason.FLOOR_GUARD, Reason.URGENT) and blocked in NO_ROOM:
+                reservation = self._reserve(request, tier, now)
+
+    def dispatched(self, request: Request, now: float) -> None:
+        queue, tier = self.books.queue, request.tier
+        if all(queue.head(tier, lane) is not None for lane in LANES):
+            key = (tier, request.lane)
+            self._lane_cost[key] = self._lane_cost.get(key, 0.0) + self.books.cost(request)
 
     def _turns(self, tiers: list[TierSpec], urgent: list[Request], now: float) -> Iterator[tuple[Request, Reason]]:
         offered: set[str] = set()
@@ -173,18 +206,34 @@ class BatchingAware(Policy):
         tenant = self.books.service.tiers[tier.name].next_tenant()
         if tenant is None:
             return None
-        heads = [self.books.queue.tenant_head(tier.name, lane, tenant) for lane in LANES]
-        return min((head for head in heads if head is not None), key=self.key, default=None)
+        short, long = (self.books.queue.tenant_head(tier.name, lane, tenant) for lane in LANES)
+        if short is None or long is None:
+            return short or long
+        return long if self._long_is_owed(tier) else min(short, long, key=self.key)
+
+    def _long_is_owed(self, tier: TierSpec) -> bool:
+        short, long = (self._lane_cost.get((tier.name, lane), 0.0) for lane in LANES)
+        return long < LONG_FLOOR * (short + long)
 
     # --- tests ------------------------------------------------------------------------------------------------------
 
-    def _tests(self, request: Request, tier: TierSpec, reason: Reason, now: float) -> Reason | None:
+    def _room(self, request: Request, tier: TierSpec) -> Reason | None:
+        """Slots and memory, with what is kept for better ranks and for growth."""
         batcher = self.books.batcher
         return (
-            batcher.reserved_against(tier, self._better[tier.name])
+            batcher.blocked(request)
+            or batcher.reserved_against(tier, self._better[tier.name])
             or batcher.forecast(request, tier.headroom, self._cautious)
-            or self._interference(request, tier, reason, now)
         )
+
+    def _passes(self, reservation: Reservation, request: Request, tier: TierSpec, now: float) -> bool:
+        """A better rank never waits for a worse one's reservation."""
+        owner = self.books.tier(reservation.request)
+        return tier.rank < owner.rank or may_pass(self.books, reservation, request, now)
+
+    def _reserve(self, request: Request, tier: TierSpec, now: float) -> Reservation:
+        blocks = int((1 - tier.headroom) * self.books.capacity.total_blocks)
+        return reserve(self.books, request, self.books.batcher.cap, blocks, self._cautious, now)
 
     def _cautious(self, request: Request, produced: int) -> int:
         return self.books.expected_tokens(request, CAUTIOUS, produced)
@@ -194,6 +243,8 @@ class BatchingAware(Policy):
         books = self.books
         if tier.rank == self._best or not len(books.batcher):
             return None
+        if request.lane is Lane.LONG and self._long_lane_full(request, now):
+            return Reason.LONG_LANE
         pending = books.service.remaining_prefill()
         if pending and pending + request.prompt_tokens > PREFILL_SHARE * books.capacity.step_tokens:
             return Reason.PREFILL_BUDGET
@@ -207,3 +258,13 @@ class BatchingAware(Policy):
                 if flight.first_token + flight.tokens * tpot - now < stall:
                     return Reason.STREAM_PACE
         return None
+
+    def _long_lane_full(self, request: Request, now: float) -> bool:
+        """One long prefill at a time (two while the best rank is quiet), and a bounded part of memory for them."""
+        books = self.books
+        running = [flight for flight in books.batcher.running() if flight.request.lane is Lane.LONG]
+        prefilling = sum(1 for flight in running if flight.first_token is None)
+        if prefilling >= (2 if now - self._best_seen > BEST_QUIET else 1):
+            return True
+        blocks = sum(flight.blocks for flight in running) + books.capacity.blocks(request.prompt_tokens)
+        return bool(running) and blocks > LONG_KV_SHARE * books.capacity.total_blocks
