@@ -110,16 +110,16 @@ class Article(Policy):
         self._more = False
 
     def candidates(self, now: float) -> Iterator[Candidate | Blocked]:
-        head = self._next()
-        if head is None:
-            return
+        batch, rank = self._batch, self._turn()
+        head = self._head(rank if batch is None else batch.rank)
         if len(self.books.batcher) >= self._most():
-            yield Blocked(head, Reason.SLOTS_FULL)
-        elif self._batch is not None and not self._holds(self._batch, head, now):
-            self._more = True
-            yield Blocked(head, Reason.BATCH_CLOSED)
-        else:
+            if head is not None:
+                yield Blocked(head, Reason.SLOTS_FULL)
+        elif head is not None and (batch is None or self._holds(batch, head, now)):
             yield Candidate(head, Reason.RANK_ORDER)
+        elif (first := head or self._head(rank)) is not None:
+            self._more = True
+            yield Blocked(first, Reason.BATCH_CLOSED)
 
     def next_wakeup(self, now: float) -> float | None:
         """At once, if the next batch can be made: one decision makes one batch."""
@@ -148,9 +148,8 @@ class Article(Policy):
 
     # --- details ----------------------------------------------------------------------------------------------------
 
-    def _next(self) -> Request | None:
-        """The first request of the rank whose batch this is, or would be."""
-        rank = self._batch.rank if self._batch is not None else self._turn()
+    def _head(self, rank: int | None) -> Request | None:
+        """The first request of a rank."""
         heads = [head for head in self.books.queue.heads() if self.books.tier(head).rank == rank]
         return min(heads, key=lambda head: (head.arrival, head.id), default=None)
 
