@@ -178,7 +178,9 @@ class Batcher:
     def _flights(self, lengths: Lengths) -> list[tuple[int, int]]:
         # One decision asks for several candidates; sorted once, so that sorting again with one more is nearly free.
         if self._forecast is None:
-            self._forecast = sorted(((one.remaining(lengths), one.blocks) for one in self._running.values()), reverse=True)
+            self._forecast = sorted(
+                ((one.remaining(lengths), one.blocks) for one in self._running.values()), reverse=True
+            )
         return self._forecast
 
     def _first_blocks(self, request: Request) -> int:

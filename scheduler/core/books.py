@@ -6,10 +6,13 @@ books wrong, only its step times old.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scheduler.core.batcher import Batcher
+from scheduler.core.controller import CapChange
+from scheduler.core.degradation import LevelChange
 from scheduler.core.length_model import LengthModel
 from scheduler.core.queue import WaitingQueue
 from scheduler.core.service import Service
@@ -17,6 +20,7 @@ from scheduler.core.step_model import StepLoad, StepModel
 from scheduler.core.types import PolicyConfig, PoolCapacity, Request, TierSpec
 
 MEDIAN = 0.5
+CHANGES_KEPT = 64
 
 
 @dataclass(slots=True)
@@ -33,6 +37,8 @@ class Books:
     service: Service = field(init=False)
     step_end: float = 0.0
     level: int = 0  # of degradation
+    evicting: str | None = None  # the running request that is being taken out of the engine
+    changes: deque[LevelChange | CapChange] = field(default_factory=lambda: deque(maxlen=CHANGES_KEPT))
 
     def __post_init__(self) -> None:
         self.service = Service({name: (tier.floor, tier.weight) for name, tier in self.tiers.items()})

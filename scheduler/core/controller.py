@@ -1,6 +1,8 @@
-"""The adaptive batch cap: smaller when requests miss because of the batch, larger when everybody is served and some wait.
+"""The adaptive batch cap: smaller when requests miss because of the batch, larger when all are served and some wait.
 
-One knob, one change at a time, and a dwell after each, so that cause and effect stay visible (`docs/scheduling.md`).
+One knob, one change at a time, and a dwell after each, so that cause and effect stay visible. What shrinks the batch
+is what a smaller batch can mend: a pace that is missed, steps that are too long on average (the contract is a mean, so
+that single long prefill steps are no reason), memory that the engine had to take back (`docs/scheduling.md`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ MIN_COMPLETIONS = 20
 SHRINK = 0.85
 GROW_TICKS = 5
 HIGH_PACE, LOW_PACE = 0.95, 0.80  # of the tightest tpot
-HIGH_KV, LOW_KV = 0.80, 0.75
+HIGH_RECOMPUTES, LOW_RECOMPUTES = 0.5, 0.0  # engine recomputes a second
 IDLE_BUSY = 0.5
 Z = 1.96  # 95 % two-sided
 
@@ -36,20 +38,30 @@ def wilson_upper(successes: int, total: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """How one admitted request ended. `missed_running`: its contract broke after its dispatch."""
+    """How one admitted request ended. `missed_pace`: its contract broke while it ran, by the time per token."""
 
     at: float
     tier: str
     attained: bool
-    missed_running: bool = False
+    missed_pace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CapChange:
+    """For the log and the console: how many may run from now on, and why."""
+
+    at: float
+    before: int
+    after: int
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the controller looks at besides completions. Times in seconds, shares 0..1."""
+    """What the controller looks at besides completions. Seconds, recomputes a second, a share 0..1."""
 
-    step_p90: float
-    kv_usage: float
+    step_mean: float
+    recomputes: float
     busy: float
     backlog: bool
 
@@ -64,7 +76,7 @@ class Controller:
         self._next_tick = 0.0
         self._rest_until = 0.0
         self._good_ticks = 0
-        self._kv_high = False
+        self._recomputing = False
 
     def resize(self, most: int) -> None:
         """The engine or the operator's cap has changed."""
@@ -74,14 +86,14 @@ class Controller:
     def completed(self, completion: Completion) -> None:
         self._completions.append(completion)
 
-    def tick(self, now: float, tiers: Mapping[str, TierSpec], load: Load) -> str | None:
-        """Once a second: change the cap or not. Answers why it changed."""
+    def tick(self, now: float, tiers: Mapping[str, TierSpec], load: Load) -> CapChange | None:
+        """Once a second: change the cap or not. Answers a change."""
         if now < self._next_tick:
             return None
         self._next_tick = now + TICK
         while self._completions and self._completions[0].at < now - WINDOW:
             self._completions.popleft()
-        self._kv_high = load.kv_usage > (LOW_KV if self._kv_high else HIGH_KV)
+        self._recomputing = load.recomputes > (LOW_RECOMPUTES if self._recomputing else HIGH_RECOMPUTES)
         if now < self._rest_until:
             return None
         cause = self._too_much(tiers, load)
@@ -92,31 +104,32 @@ class Controller:
             return self._set(min(self.cap + 1, self.most), "everybody is served and some wait", now)
         return None
 
-    def _set(self, cap: int, cause: str, now: float) -> str | None:
+    def _set(self, cap: int, cause: str, now: float) -> CapChange | None:
         self._good_ticks = 0
         if cap == self.cap:
             return None
+        change = CapChange(now, self.cap, cap, cause)
         self.cap = cap
         self._rest_until = now + DWELL
-        return cause
+        return change
 
     def _too_much(self, tiers: Mapping[str, TierSpec], load: Load) -> str | None:
-        if load.step_p90 > HIGH_PACE * _tightest(tiers):
+        if load.step_mean > HIGH_PACE * _tightest(tiers):
             return "steps are as long as the tightest pace allows"
-        if self._kv_high:
-            return "memory is nearly full"
+        if self._recomputing:
+            return "the engine takes memory back from running requests"
         for name, tier in tiers.items():
             mine = [one for one in self._completions if one.tier == name]
             misses = [one for one in mine if not one.attained]
             if len(mine) < MIN_COMPLETIONS or not misses:
                 continue
-            running = sum(one.missed_running for one in misses)
-            if wilson_upper(len(mine) - len(misses), len(mine)) < tier.objective and running * 2 > len(misses):
-                return f"tier {name} misses its objective after dispatch"
+            slow = sum(one.missed_pace for one in misses)
+            if wilson_upper(len(mine) - len(misses), len(mine)) < tier.objective and slow * 2 > len(misses):
+                return f"tier {name} misses its objective by its pace"
         return None
 
     def _may_grow(self, tiers: Mapping[str, TierSpec], load: Load) -> bool:
-        if self.cap >= self.most or load.step_p90 >= LOW_PACE * _tightest(tiers):
+        if self.cap >= self.most or load.step_mean >= LOW_PACE * _tightest(tiers):
             return False
         for name, tier in tiers.items():
             mine = [one.attained for one in self._completions if one.tier == name]

@@ -1,7 +1,7 @@
 """The degradation ladder: what is given up, in which order, when load exceeds what can be promised.
 
-Five levels. The driver is u, the larger of the forecast memory peak and of the predicted wait over the deadline of every
-rank but the worst. A level is entered after u has been high for a while and left after it has been low for longer; two
+Five levels. The driver is u, the larger of the forecast memory peak and of the predicted wait over the deadline of
+every rank but the worst. A level is entered after u has been high for a while and left after it has been low for longer; two
 changes never lie closer together than the dwell, except jumps up to levels 3 and 4.
 """
 
@@ -16,7 +16,7 @@ PROBE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Enter a level when u exceeds `enter` for `enter_for` seconds; leave it when u is below `leave` for `leave_for`."""
+    """Enter a level when u is above `enter` for `enter_for` seconds; leave it when below `leave` for `leave_for`."""
 
     level: int
     enter: float

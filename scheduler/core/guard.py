@@ -20,8 +20,8 @@ from typing import TypeVar
 
 from scheduler.core.batcher import InFlight
 from scheduler.core.books import Books
-from scheduler.core.policies import Blocked, Candidate, Policy, policy_class
-from scheduler.core.types import Outcome, Refusal, Request
+from scheduler.core.policies import Offer, Policy, policy_class
+from scheduler.core.types import Outcome, Refusal, Request, StepReport
 
 FALLBACKS = ("batching_aware", "priority")
 SLOW_SECONDS = 0.005
@@ -98,10 +98,13 @@ class PolicyGuard:
     def ended(self, flight: InFlight, outcome: Outcome, now: float) -> None:
         self._ask(lambda policy: policy.ended(flight, outcome, now))
 
+    def stepped(self, report: StepReport) -> None:
+        self._ask(lambda policy: policy.stepped(report))
+
     def next_wakeup(self, now: float) -> float | None:
         return self._ask(lambda policy: policy.next_wakeup(now))
 
-    def candidates(self, now: float) -> Iterator[Candidate | Blocked]:
+    def candidates(self, now: float) -> Iterator[Offer]:
         """Those of the policy; if it fails on the way, all of its replacement's."""
         if self._spent <= SLOW_SECONDS:
             self._slow_passes = 0
@@ -123,7 +126,7 @@ class PolicyGuard:
             except Exception as error:  # noqa: BLE001 - the boundary of a policy: whatever it raises, the pool goes on
                 self._replace(error)
 
-    def _metered(self, offers: Iterator[Candidate | Blocked]) -> Iterator[Candidate | Blocked]:
+    def _metered(self, offers: Iterator[Offer]) -> Iterator[Offer]:
         clock = self._cpu_clock
         while True:
             started = clock() if clock else 0.0

@@ -1,7 +1,7 @@
 """The most KV memory that what runs will hold at any time to come.
 
-Requests end one by one, the shortest remainder first. Just before the j-th longest ends, the j longest are alive and each
-has grown by that remainder:
+Requests end one by one, the shortest remainder first. Just before the j-th longest ends, the j longest are alive and
+each has grown by that remainder:
 
     Peak = max over j of [ sum of current blocks of the j longest-remaining + j x blocks(remaining_j) ]
 

@@ -1,8 +1,8 @@
 """How much a request will still produce, from what like requests produced.
 
 Histograms over powers of two, by (tenant, bucket of max_tokens), by (tier, bucket) and over everything; a small group
-borrows from the larger one (shrinkage: the parent counts like `PSEUDO` observations). Always conditional on what has been
-produced already: a request that has passed the median is not average any more. `max_tokens` is the cap.
+borrows from the larger one (shrinkage: the parent counts like `PSEUDO` observations). Always conditional on what has
+been produced already: a request that has passed the median is not average any more. `max_tokens` is the cap.
 """
 
 from __future__ import annotations

@@ -6,14 +6,18 @@ reports back with `finished`, exactly once for each dispatch.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from scheduler.core.batcher import Batcher
+from scheduler.core.batcher import Batcher, InFlight
 from scheduler.core.books import Books, tier_table
+from scheduler.core.controller import CapChange
+from scheduler.core.degradation import LevelChange
 from scheduler.core.guard import CpuClock, PolicyGuard, PolicyReplaced
 from scheduler.core.lifecycle import Lifecycle, State
-from scheduler.core.policies import Blocked
+from scheduler.core.policies import Blocked, Evict
 from scheduler.core.step_model import Coefficients, StepLoad, StepModel
 from scheduler.core.types import (
     Decision,
@@ -25,6 +29,7 @@ from scheduler.core.types import (
     PolicyConfig,
     PoolCapacity,
     PoolSnapshot,
+    Preempt,
     Reason,
     Refusal,
     Request,
@@ -33,6 +38,7 @@ from scheduler.core.types import (
     TierSpec,
 )
 
+STEP_REASONS = frozenset({Reason.PREFILL_BUDGET, Reason.STREAM_PACE, Reason.LONG_LANE})  # a step may clear them
 PRIORITY_LEVELS = ("high", "normal", "low")
 RECENT_DISPATCHES = 64  # how many dispatches of a tier its drain rate is taken from
 RETRY_AFTER_BOUNDS = (1.0, 60.0)  # seconds
@@ -64,6 +70,7 @@ class Planner:
         self._dispatched: dict[str, deque[float]] = {}
         self._batches = 0
         self._changed = True  # something happened since the last decision that found nothing to do
+        self._step_matters = False  # what held a head back may be over after the next step
         self._policy = PolicyGuard(self._books, cpu_clock, self._adopt_policy)
         self._policy.use(policy.name)
 
@@ -77,10 +84,11 @@ class Planner:
         """The policy in use: the configured one, unless it has failed."""
         return self._policy.name
 
-    def take_events(self) -> Sequence[PolicyReplaced]:
-        """What has happened to the policy since this was asked last."""
-        events = list(self._policy.events)
+    def take_events(self) -> Sequence[PolicyReplaced | LevelChange | CapChange]:
+        """What has happened to the policy, to the degradation level and to the batch cap since this was asked last."""
+        events = [*self._policy.events, *self._books.changes]
         self._policy.events.clear()
+        self._books.changes.clear()
         return events
 
     # --- configuration ----------------------------------------------------------------------------------------------
@@ -151,17 +159,42 @@ class Planner:
         books.service.step(report.elapsed, report.prefill_tokens, books.steps.coefficients, report.steps)
         chunk = min(books.service.remaining_prefill(), books.capacity.step_tokens)
         books.step_end = report.at + books.step_time(chunk)
+        self._policy.stepped(report)
+        self._changed = self._changed or self._step_matters
 
     def finished(self, request_id: str, outcome: Outcome, now: float) -> None:
         """A dispatched request has left the engine. Raises IllegalTransition if it was not running."""
         self._lifecycle.left_engine(request_id)
-        flight = self._batcher.leave(request_id)
+        flight = self._leave_engine(request_id)
         request = flight.request
-        self._books.service.ended(request_id)
         if outcome.reason is None:
             self._books.lengths.observe(request.tenant, request.tier, request.max_tokens, outcome.completion_tokens)
         self._policy.ended(flight, outcome, now)
         self._changed = True
+
+    def evicted(self, request_id: str, now: float) -> Request:
+        """A preempted request has left the engine: it waits again, at the head of its tier, for the rest of its answer.
+
+        What it has produced becomes part of its prompt. Answers the request as it waits.
+        """
+        self._lifecycle.requeued(request_id)
+        flight = self._leave_engine(request_id)
+        request, produced = flight.request, flight.tokens
+        tier = self._books.tier(request)
+        first = flight.first_token
+        resumed = replace(
+            request,
+            prompt_tokens=request.prompt_tokens + produced,
+            max_tokens=request.max_tokens - produced,
+            deadline=request.deadline if first is None else first + produced * tier.tpot,
+            queue_deadline=math.inf,
+            lane=Lane.SHORT,
+            evictions=request.evictions + 1,
+        )
+        self._queue.push(resumed, self._books.cost(resumed))
+        self._books.service.arrived(request.tier, request.tenant)
+        self._changed = True
+        return resumed
 
     def cancel(self, request_id: str, now: float) -> State:
         """The caller has gone. QUEUED: it waited and is removed. RUNNING: abort it in the engine, then `finished`."""
@@ -192,9 +225,9 @@ class Planner:
         batch_id = f"{self._pool}-{self._batches + 1}"
         dispatched = False
         while len(self._queue):
-            dispatch, holds = self._choose(batch_id, now)
+            dispatch, others = self._choose(batch_id, now)
             if dispatch is None:
-                decisions += holds
+                decisions += others
                 break
             self._start(dispatch.request, now)
             decisions.append(dispatch)
@@ -217,6 +250,7 @@ class Planner:
             {name: TierSnapshot() for name in self._books.tiers},
             in_flight=len(self._batcher),
             cap=self._batcher.cap,
+            level=self._books.level,
             kv_reserved=self._batcher.blocks / max(self._batcher.capacity.total_blocks, 1),
         )
         for name, tier in snapshot.tiers.items():
@@ -274,17 +308,23 @@ class Planner:
 
     def _choose(self, batch_id: str, now: float) -> tuple[Dispatch | None, list[Decision]]:
         """The first candidate that the batcher lets in, or why none was."""
-        holds: list[Decision] = []
+        others: list[Decision] = []
         seen: set[str] = set()
+        self._step_matters = False
         for candidate in self._policy.candidates(now):
             request = candidate.request
+            if isinstance(candidate, Evict):
+                self._books.evicting = candidate.victim.id
+                others.append(Preempt(candidate.victim, request))
+                continue
             blocked = candidate.reason if isinstance(candidate, Blocked) else self._batcher.blocked(request)
             if blocked is None:
                 return Dispatch(request, batch_id, candidate.reason, engine_priority=int(request.deadline * 1e6)), []
-            holds.append(Hold(request, blocked))
+            others.append(Hold(request, blocked))
             seen.add(request.id)
-        holds += [Hold(head, Reason.RANKED_BEHIND) for head in self._queue.heads() if head.id not in seen]
-        return None, holds
+            self._step_matters = self._step_matters or blocked in STEP_REASONS
+        others += [Hold(head, Reason.RANKED_BEHIND) for head in self._queue.heads() if head.id not in seen]
+        return None, others
 
     def _start(self, request: Request, now: float) -> None:
         books = self._books
@@ -297,6 +337,13 @@ class Planner:
         books.service.dispatched(request.id, request.tier, request.tenant, request.prompt_tokens, books.cost(request))
         self._dispatched.setdefault(request.tier, deque(maxlen=RECENT_DISPATCHES)).append(now)
         self._policy.dispatched(request, now)
+
+    def _leave_engine(self, request_id: str) -> InFlight:
+        flight = self._batcher.leave(request_id)
+        self._books.service.ended(request_id)
+        if self._books.evicting == request_id:
+            self._books.evicting = None
+        return flight
 
     def _leave_queue(self, request_id: str) -> Request:
         self._lifecycle.left_queue(request_id)

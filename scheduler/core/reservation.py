@@ -25,9 +25,7 @@ class Reservation:
     spare_blocks: int
 
 
-def reserve(
-    books: Books, request: Request, slots: int, blocks: int, lengths: Lengths, now: float
-) -> Reservation:
+def reserve(books: Books, request: Request, slots: int, blocks: int, lengths: Lengths, now: float) -> Reservation:
     """The earliest start of `request`, which may use `slots` slots and `blocks` blocks of the pool.
 
     Running requests count with all the blocks that they are expected to fill, until their predicted ends; `lengths`
@@ -63,4 +61,3 @@ def may_pass(books: Books, reservation: Reservation, request: Request, now: floa
     pending = books.service.remaining_prefill()
     seconds = books.residual(now) + books.prefill_seconds(request.prompt_tokens, pending) + tokens * books.step_time()
     return now + seconds * books.steps.quantile(LATE_QUANTILE) <= reservation.start
-

@@ -1,8 +1,8 @@
 """Who has received how much engine time, and whose turn that makes it.
 
-The unit is the engine-second. A step's time is shared by its requests by marginal cost, the constant part by head count;
-the sum of all shares is the busy time, exactly. Decoding requests are charged through three running integrals, so that a
-step costs O(1) however many requests decode:
+The unit is the engine-second. A step's time is shared by its requests by marginal cost, the constant part by head
+count; the sum of all shares is the busy time, exactly. Decoding requests are charged through three running integrals,
+so that a step costs O(1) however many requests decode:
 
     share of one decoding request in step k = s_k (b0 / N_k + b3) + s_k b4 (x + k),    context = x + k
     => over steps:  A + x B + C    with  A = sum s (b0 / N + b3),  B = sum s b4,  C = sum s b4 k

@@ -163,6 +163,8 @@ class Request:
     queue_deadline: float  # instant at which waiting ends with QUEUE_TIMEOUT
     lane: Lane = Lane.SHORT
     attempt: int = 1
+    resumable: bool = False  # it may be taken out of the engine and continued later
+    evictions: int = 0  # how often that has happened; a request that was is not refused any more
 
     @property
     def worst_case_tokens(self) -> int:
@@ -211,7 +213,15 @@ class Hold:
     reason: Reason
 
 
-Decision = Dispatch | Expire | Hold
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """Take a running request out of the engine for `beneficiary`; once it has left, call `Planner.evicted`."""
+
+    request: Request
+    beneficiary: Request
+
+
+Decision = Dispatch | Expire | Hold | Preempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,4 +273,5 @@ class PoolSnapshot:
     tiers: dict[str, TierSnapshot] = field(default_factory=dict)
     in_flight: int = 0
     cap: int = 0
+    level: int = 0  # of degradation
     kv_reserved: float = 0.0

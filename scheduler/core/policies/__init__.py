@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler.core.policies.article import Article
-from scheduler.core.policies.base import Blocked, Candidate, Policy
+from scheduler.core.policies.base import Blocked, Candidate, Evict, Offer, Policy
 from scheduler.core.policies.batching_aware import BatchingAware
 from scheduler.core.policies.continuous import Continuous
 from scheduler.core.policies.dynamic import Dynamic
@@ -13,7 +13,7 @@ from scheduler.core.policies.single import Single
 from scheduler.core.policies.static import Static
 from scheduler.core.policies.wfq import Wfq
 
-__all__ = ["POLICIES", "Blocked", "Candidate", "Policy", "policy_class"]
+__all__ = ["POLICIES", "Blocked", "Candidate", "Evict", "Offer", "Policy", "policy_class"]
 
 POLICIES: dict[str, type[Policy]] = {
     "single": Single,

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from scheduler.core.batcher import InFlight
 from scheduler.core.books import Books
-from scheduler.core.policies.base import Blocked, Candidate, Policy
+from scheduler.core.policies.base import Blocked, Candidate, Offer, Policy
 from scheduler.core.types import Outcome, Reason, Request
 
 MAX_BATCH = 32
@@ -109,7 +109,7 @@ class Article(Policy):
         self._batch = None
         self._more = False
 
-    def candidates(self, now: float) -> Iterator[Candidate | Blocked]:
+    def candidates(self, now: float) -> Iterator[Offer]:
         batch, rank = self._batch, self._turn()
         head = self._head(rank if batch is None else batch.rank)
         if len(self.books.batcher) >= self._most():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from scheduler.core.batcher import InFlight
 from scheduler.core.books import Books
-from scheduler.core.types import Outcome, Reason, Refusal, Request
+from scheduler.core.types import Outcome, Reason, Refusal, Request, StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,17 @@ class Blocked:
 
     request: Request
     reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """A running request that the policy would take out of the engine, so that `request` can start in time."""
+
+    request: Request
+    victim: Request
+
+
+Offer = Candidate | Blocked | Evict
 
 
 class Policy:
@@ -63,7 +74,7 @@ class Policy:
     def deciding(self, now: float) -> None:
         """A decision begins: what `candidates` offers until the next one is one batch."""
 
-    def candidates(self, now: float) -> Iterator[Candidate | Blocked]:
+    def candidates(self, now: float) -> Iterator[Offer]:
         """Who may be dispatched, best first. The first that slots and memory allow goes; then this is asked again."""
         raise NotImplementedError
 
@@ -72,6 +83,9 @@ class Policy:
 
     def ended(self, flight: InFlight, outcome: Outcome, now: float) -> None:
         """A request has left the engine; it may have been dispatched before this policy was there."""
+
+    def stepped(self, report: StepReport) -> None:
+        """The engine has made a step."""
 
     def next_wakeup(self, now: float) -> float | None:
         """When time alone may change the answer of `candidates`; the end of the window is known without it."""

@@ -13,15 +13,19 @@ prefill that the running step can take, the pace promised to open streams, the l
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
+from scheduler.core.batcher import InFlight
 from scheduler.core.books import Books
+from scheduler.core.controller import Completion, Controller, Load
+from scheduler.core.degradation import Ladder, Pressure
 from scheduler.core.length_model import PromptHistory
-from scheduler.core.policies.base import Blocked, Candidate, Policy
+from scheduler.core.policies.base import Blocked, Candidate, Evict, Offer, Policy
 from scheduler.core.reservation import Reservation, may_pass, reserve
 from scheduler.core.service import FLOOR_CLAMP
-from scheduler.core.types import Lane, OnInfeasible, Reason, Refusal, Request, TierSpec
+from scheduler.core.types import Lane, OnInfeasible, Outcome, Reason, Refusal, Request, StepReport, TierSpec
 
 GUARD_ABOVE = 0.25  # engine-seconds of floor credit
 URGENT_SHARE = 0.35  # of the tier's deadline
@@ -33,6 +37,12 @@ LONG_QUANTILE = 0.95  # of recent prompts
 LONG_KV_SHARE = 0.40  # of the pool, for all long prompts that run
 LONG_FLOOR = 0.10  # of its tier's dispatched work, while the long lane waits
 BEST_QUIET = 30.0  # seconds without the best rank, after which two long prompts may be prefilled at a time
+TICK = 1.0  # seconds between two looks of controller and ladder
+STEPS_KEPT = 256
+EVICT_BEFORE = 0.70  # of its expected output: a victim that is further is nearly done
+LEVEL_MAX_TOKENS = 256  # output cap of the worst rank's new requests from level 1 on
+LEVEL_RATE_CUT, LEVEL_RATE_GAIN, LEVEL_RATE_LEAST = 0.5, 0.05, 0.05  # a second: admission of the worst rank (AIMD)
+LEVEL_3_BATCH = 0.7
 ALPHA = 4.0  # weight of the prefill time in the order of deadlines
 OPTIMISTIC, CAUTIOUS = 0.1, 0.75
 BACKLOG_FAILURES = 2
@@ -50,12 +60,21 @@ class BatchingAware(Policy):
         self._prompts = PromptHistory()
         self._best_seen = 0.0  # when a request of the best rank came last
         self._lane_cost: dict[tuple[str, Lane], float] = {}  # work dispatched while both lanes of a tier waited
+        self._controller = Controller(books.batcher.cap)
+        self._ladder = Ladder()
+        self._next_tick = 0.0
+        self._step_times: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._preemptions = 0  # engine recomputes since the last tick
+        self._busy_seen = books.service.busy
+        self._admission = 1.0  # share of the worst rank's arrivals that is let in while degraded
+        self._admission_credit = 0.0
         self._refresh_ranks()
 
     def _refresh_ranks(self) -> None:
         tiers = self.books.tiers
         self._ranked = sorted(tiers.values(), key=lambda tier: (tier.rank, tier.name))
         self._best = self._ranked[0].rank if self._ranked else 1
+        self._worst = self._ranked[-1].rank if self._ranked else 1
         self._better = {tier.name: [one for one in self._ranked if one.rank < tier.rank] for tier in self._ranked}
 
     # --- arrival ----------------------------------------------------------------------------------------------------
@@ -73,6 +92,8 @@ class BatchingAware(Policy):
         return request.deadline - needed
 
     def due(self, request: Request) -> float:
+        if request.evictions:
+            return request.queue_deadline
         return min(request.queue_deadline, self.latest_start(request))
 
     def admit(self, request: Request, now: float) -> Request | Refusal:
@@ -83,10 +104,14 @@ class BatchingAware(Policy):
             return self._infeasible(request, tier, now)
         if tier.on_infeasible is OnInfeasible.REJECT and (refusal := self._backlog(request, tier, now)):
             return refusal
+        if self.books.level and (refusal := self._degraded(request, tier, now)):
+            return refusal
+        if self.books.level and tier.rank == self._worst:
+            request = replace(request, max_tokens=min(request.max_tokens, LEVEL_MAX_TOKENS))
         return replace(request, lane=Lane.LONG) if self._is_long(request) else request
 
     def _is_long(self, request: Request) -> bool:
-        """Long for the best rank's deadline, and long among its like: on a slow engine half of all would be the first."""
+        """Long for the best rank's deadline and long among its like: on a slow engine the first holds for half of all."""
         self._prompts.observe(request.prompt_tokens)
         seconds = self.books.alone_seconds(request.prompt_tokens)
         if seconds <= LONG_SHARE * self._ranked[0].deadline(0.0, True, 0, None):
@@ -94,7 +119,7 @@ class BatchingAware(Policy):
         return request.prompt_tokens > self._prompts.quantile(LONG_QUANTILE)
 
     def overdue(self, request: Request, now: float) -> Request | Refusal | None:
-        if request.lane is Lane.LATE or self.latest_start(request) > now:
+        if request.lane is Lane.LATE or request.evictions or self.latest_start(request) > now:
             return None
         return self._infeasible(request, self.books.tier(request), now)
 
@@ -135,9 +160,85 @@ class BatchingAware(Policy):
         total = sum(one.weight for one in waiting)
         return max(tier.weight / total if total else 0.0, tier.floor)
 
+    def _degraded(self, request: Request, tier: TierSpec, now: float) -> Refusal | None:
+        """What the ladder refuses. A tier that is owed its floor is never refused by levels 1 and 2."""
+        level = self.books.level
+        if tier.rank == self._best or level > 3 or self.books.service.tiers[tier.name].credit > GUARD_ABOVE:
+            return None
+        deadline = tier.deadline(0.0, request.stream, request.max_tokens, None)
+        over_floor = self.books.queue.cost(tier.name) / max(tier.floor, 1e-3) > deadline
+        if tier.rank != self._worst:
+            refused = level >= 2 and over_floor
+        elif level >= 2:
+            refused = over_floor or self._is_long(request)
+        else:
+            self._admission_credit += self._admission
+            refused = self._admission_credit < 1.0
+            self._admission_credit -= 0.0 if refused else 1.0
+        if not refused:
+            return None
+        wait = max(self._clears_in(tier), TICK)
+        return Refusal(Reason.DEGRADED, f"The service is degraded (level {level}); better tiers go first.", wait)
+
+    # --- once a second ----------------------------------------------------------------------------------------------
+
+    def deciding(self, now: float) -> None:
+        if now < self._next_tick:
+            return
+        elapsed = max(now - self._next_tick + TICK, TICK) if self._next_tick else TICK
+        self._next_tick = now + TICK
+        books = self.books
+        busy = min((books.service.busy - self._busy_seen) / elapsed, 1.0)
+        self._busy_seen = books.service.busy
+        self._controller.resize(books.batcher.cap)
+        load = Load(self._step_mean(), self._preemptions / elapsed, busy, len(books.queue) > 0)
+        change = self._controller.tick(now, books.tiers, load)
+        if change is not None:
+            books.changes.append(change)
+        self._climb(now, elapsed)
+
+    def _climb(self, now: float, elapsed: float) -> None:
+        books = self.books
+        waits = [self._oldest_wait(tier, now) for tier in self._ranked if tier.rank != self._worst]
+        pressure = Pressure(
+            books.batcher.peak_share(self._cautious), max(waits, default=0.0), self._preemptions / elapsed
+        )
+        self._preemptions = 0
+        change = self._ladder.update(now, pressure)
+        if change is not None:
+            books.changes.append(change)
+        books.level = self._ladder.level
+        if books.level:
+            self._admission = max(self._admission * LEVEL_RATE_CUT, LEVEL_RATE_LEAST)
+        else:
+            self._admission = min(self._admission + LEVEL_RATE_GAIN, 1.0)
+
+    def _oldest_wait(self, tier: TierSpec, now: float) -> float:
+        """Wait of the tier's first feasible request, and what it still has to wait, over its deadline."""
+        head = self._first(tier)
+        if head is None:
+            return 0.0
+        promised = max(head.deadline - head.arrival, 1e-3)
+        return (now - head.arrival + self.books.alone_seconds(head.prompt_tokens)) / promised
+
+    def _step_mean(self) -> float:
+        return sum(self._step_times) / len(self._step_times) if self._step_times else 0.0
+
+    def stepped(self, report: StepReport) -> None:
+        self._step_times.append(report.elapsed / report.steps)
+        self._preemptions += report.preemptions
+
+    def ended(self, flight: InFlight, outcome: Outcome, now: float) -> None:
+        if outcome.reason is not None or flight.first_token is None:
+            return
+        request, tier = flight.request, self.books.tier(flight.request)
+        in_time = (flight.first_token if request.stream else now) <= request.deadline
+        paced = not request.stream or now - flight.first_token <= max(flight.tokens - 1, 0) * tier.tpot
+        self._controller.completed(Completion(now, tier.name, in_time and paced, missed_pace=not paced))
+
     # --- turns ------------------------------------------------------------------------------------------------------
 
-    def candidates(self, now: float) -> Iterator[Candidate | Blocked]:
+    def candidates(self, now: float) -> Iterator[Offer]:
         tiers = [tier for tier in self._ranked if self.books.queue.length(tier.name)]
         if not tiers:
             return
@@ -154,6 +255,8 @@ class BatchingAware(Policy):
             yield Blocked(request, blocked)
             if reservation is None and reason in (Reason.FLOOR_GUARD, Reason.URGENT) and blocked in NO_ROOM:
                 reservation = self._reserve(request, tier, now)
+                if victim := self._victim(reservation, tier, reason):
+                    yield Evict(request, victim)
 
     def dispatched(self, request: Request, now: float) -> None:
         queue, tier = self.books.queue, request.tier
@@ -166,7 +269,8 @@ class BatchingAware(Policy):
         accounts = self.books.service.tiers
         for tier in sorted(tiers, key=lambda one: -accounts[one.name].credit / max(one.floor, 1e-9)):
             credit = accounts[tier.name].credit
-            if credit > GUARD_ABOVE and (not urgent or credit >= FLOOR_CLAMP):
+            suspended = self.books.level >= 3 and tier.rank != self._best
+            if credit > GUARD_ABOVE and not suspended and (not urgent or credit >= FLOOR_CLAMP):
                 yield from self._offer(self._fair_head(tier), Reason.FLOOR_GUARD, offered)
         for request in urgent:
             yield from self._offer(request, Reason.URGENT, offered)
@@ -220,16 +324,47 @@ class BatchingAware(Policy):
     def _room(self, request: Request, tier: TierSpec) -> Reason | None:
         """Slots and memory, with what is kept for better ranks and for growth."""
         batcher = self.books.batcher
+        if tier.rank != self._best and len(batcher) >= self._cap():
+            return Reason.SLOTS_FULL
         return (
             batcher.blocked(request)
             or batcher.reserved_against(tier, self._better[tier.name])
             or batcher.forecast(request, tier.headroom, self._cautious)
         )
 
+    def _victim(self, reservation: Reservation, tier: TierSpec, reason: Reason) -> Request | None:
+        """Whom to evict so that an urgent request of the best rank starts in time: the cheapest to compute again."""
+        books = self.books
+        too_late = reservation.start > self.latest_start(reservation.request)
+        if tier.rank != self._best or reason is not Reason.URGENT or not too_late or books.evicting:
+            return None
+        victims = [flight for flight in books.batcher.running() if self._may_evict(flight, tier)]
+        if not victims:
+            return None
+        return min(victims, key=self._price_of_eviction).request
+
+    def _may_evict(self, flight: InFlight, tier: TierSpec) -> bool:
+        request, owner = flight.request, self.books.tier(flight.request)
+        if not owner.preemptible or owner.rank <= tier.rank or request.evictions or not request.resumable:
+            return False
+        expected = flight.tokens + flight.remaining(self._cautious)
+        return flight.tokens < EVICT_BEFORE * expected
+
+    def _price_of_eviction(self, flight: InFlight) -> tuple[float, str]:
+        seconds = self.books.alone_seconds(flight.request.prompt_tokens + flight.tokens)
+        return seconds / max(flight.blocks, 1), flight.request.id
+
     def _passes(self, reservation: Reservation, request: Request, tier: TierSpec, now: float) -> bool:
-        """A better rank never waits for a worse one's reservation."""
+        """A better rank never waits for a worse one's reservation; from level 3 on nobody passes."""
         owner = self.books.tier(reservation.request)
+        if self.books.level >= 3 and tier.rank >= owner.rank:
+            return False
         return tier.rank < owner.rank or may_pass(self.books, reservation, request, now)
+
+    def _cap(self) -> int:
+        """How many may run; the best rank may use what the controller takes from the others."""
+        cap = self._controller.cap
+        return max(int(cap * LEVEL_3_BATCH), 1) if self.books.level >= 3 else cap
 
     def _reserve(self, request: Request, tier: TierSpec, now: float) -> Reservation:
         blocks = int((1 - tier.headroom) * self.books.capacity.total_blocks)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scheduler.core.policies.base import Blocked, Candidate, Policy
+from scheduler.core.policies.base import Candidate, Offer, Policy
 from scheduler.core.types import Reason, Request
 
 
@@ -17,7 +17,7 @@ class Edf(Policy):
     def key(self, request: Request) -> float:
         return request.deadline
 
-    def candidates(self, now: float) -> Iterator[Candidate | Blocked]:
+    def candidates(self, now: float) -> Iterator[Offer]:
         heads = self.books.queue.heads()
         if heads:
             first = min(heads, key=lambda head: (head.deadline, head.arrival, head.id))

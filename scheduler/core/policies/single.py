@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scheduler.core.policies.base import Blocked, Candidate, Policy
+from scheduler.core.policies.base import Blocked, Candidate, Offer, Policy
 from scheduler.core.types import Reason
 
 
@@ -14,7 +14,7 @@ class Single(Policy):
     def max_wait(self) -> float:
         return 0.0
 
-    def candidates(self, now: float) -> Iterator[Candidate | Blocked]:
+    def candidates(self, now: float) -> Iterator[Offer]:
         head = self.oldest()
         if head is None:
             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from scheduler.core.books import Books
-from scheduler.core.policies.base import Blocked, Candidate, Policy
+from scheduler.core.policies.base import Blocked, Candidate, Offer, Policy
 from scheduler.core.types import Reason
 
 
@@ -30,7 +30,7 @@ class Static(Policy):
     def deciding(self, now: float) -> None:
         self._open = not len(self.books.batcher)
 
-    def candidates(self, now: float) -> Iterator[Candidate | Blocked]:
+    def candidates(self, now: float) -> Iterator[Offer]:
         head = self.oldest()
         if head is None:
             return

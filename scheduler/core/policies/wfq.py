@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from scheduler.core.batcher import InFlight
 from scheduler.core.books import Books
-from scheduler.core.policies.base import Blocked, Candidate, Policy
+from scheduler.core.policies.base import Candidate, Offer, Policy
 from scheduler.core.types import Outcome, Reason, Refusal, Request
 
 OUTPUT_WEIGHT = 2.0  # as in the paper: an output token costs a step of its own
@@ -36,7 +36,7 @@ class Wfq(Policy):
             self._counters[request.tier] = max(self._counters[request.tier], self._least)
         return request
 
-    def candidates(self, now: float) -> Iterator[Candidate | Blocked]:
+    def candidates(self, now: float) -> Iterator[Offer]:
         heads = self.books.queue.heads()
         if not heads:
             return
