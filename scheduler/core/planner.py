@@ -219,9 +219,9 @@ class Planner:
         if not self._changed and not decisions and not self._woken(now):
             return decisions
         self._changed = False
+        self._policy.deciding(now)
         if hold := self._wait_window(now):
             return [*decisions, *hold]
-        self._policy.deciding(now)
         batch_id = f"{self._pool}-{self._batches + 1}"
         dispatched = False
         while len(self._queue):
