@@ -1,8 +1,8 @@
 """The degradation ladder: what is given up, in which order, when load exceeds what can be promised.
 
 Five levels. The driver is u, the larger of the forecast memory peak and of the predicted wait over the deadline of
-every rank but the worst. A level is entered after u has been high for a while and left after it has been low for longer; two
-changes never lie closer together than the dwell, except jumps up to levels 3 and 4.
+every rank but the worst. A level is entered after u has been high for a while and left after it has been low for
+longer; two changes never lie closer together than the dwell, except jumps up to levels 3 and 4.
 """
 
 from __future__ import annotations

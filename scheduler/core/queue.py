@@ -48,6 +48,7 @@ class WaitingQueue:
         self._arrivals: dict[str, Heap] = {}
         self._per_tier: Counter[str] = Counter()
         self._cost: dict[str, float] = {}
+        self._tenant_cost: dict[tuple[str, str], tuple[int, float]] = {}  # (tier, tenant) -> waiting, their cost
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -70,6 +71,10 @@ class WaitingQueue:
         """Predicted engine-seconds of what waits in the tier."""
         return self._cost.get(tier, 0.0) if self._per_tier[tier] else 0.0
 
+    def tenant_cost(self, tier: str, tenant: str) -> float:
+        """Predicted engine-seconds of what one tenant has waiting in the tier."""
+        return self._tenant_cost.get((tier, tenant), (0, 0.0))[1]
+
     def push(self, request: Request, cost: float = 0.0, due: float | None = None) -> None:
         """Add a request. `due`: when to look at it again (default: when its waiting ends). ValueError on a known id."""
         if request.id in self._waiting:
@@ -83,6 +88,7 @@ class WaitingQueue:
         request = place.request
         self._per_tier[request.tier] -= 1
         self._cost[request.tier] -= place.cost
+        self._count_tenant(request, -1, -place.cost)
         self._shrink(request)
         return request
 
@@ -159,6 +165,15 @@ class WaitingQueue:
         heapq.heappush(self._instants, (request.queue_deadline if due is None else due, order, place))
         self._per_tier[request.tier] += 1
         self._cost[request.tier] = self.cost(request.tier) + place.cost
+        self._count_tenant(request, 1, place.cost)
+
+    def _count_tenant(self, request: Request, number: int, cost: float) -> None:
+        key = (request.tier, request.tenant)
+        waiting, total = self._tenant_cost.get(key, (0, 0.0))
+        if waiting + number:
+            self._tenant_cost[key] = (waiting + number, total + cost)
+        else:
+            del self._tenant_cost[key]
 
     def _first(self, heap: Heap | None) -> Request | None:
         while heap and not heap[0][2].alive:

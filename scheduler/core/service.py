@@ -105,6 +105,7 @@ class TierAccount:
     credit: float = 0.0  # F
     seen: float = 0.0  # service at the last update of F
     least: float = 0.0  # running maximum of the least V among its backlogged tenants
+    waiting_tenants: int = 0
     turns: list[tuple[float, int, str]] = field(default_factory=list)  # heap of (order when pushed, tie, tenant)
 
     def next_tenant(self) -> str | None:
@@ -182,12 +183,15 @@ class Service:
         if not member.waiting:
             member.offset += max(account.least - member.virtual(), 0.0)
             self._take_turn(account, tenant, member)
+            account.waiting_tenants += 1
         member.waiting += 1
 
     def left_queue(self, tier: str, tenant: str) -> None:
         account = self.tiers[tier]
+        member = account.tenants[tenant]
         account.own.waiting -= 1
-        account.tenants[tenant].waiting -= 1
+        member.waiting -= 1
+        account.waiting_tenants -= not member.waiting
 
     def dispatched(self, request_id: str, tier: str, tenant: str, prompt_tokens: int, cost: float) -> None:
         """A request runs; `cost` is its predicted engine time."""

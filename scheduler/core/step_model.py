@@ -19,7 +19,7 @@ RATIO_WINDOW = 512  # steps
 BAD_ERROR = 0.30
 BAD_STEPS = 100
 SCALE = (1.0, 1e-3, 1e-6, 1e-2, 1e-5)  # brings the features to about one, which keeps the covariance sane
-PRIOR_VARIANCE = 1e-2
+PRIOR_VARIANCE = 1e3  # in units of the noise: the first steps are believed more than the prior
 QUANTILE_EVERY = 32  # steps between two sorts of the ratios
 
 Coefficients = tuple[float, float, float, float, float]
@@ -40,7 +40,7 @@ class StepModel:
 
     def __init__(self, prior: Coefficients) -> None:
         self._weights = [b / s for b, s in zip(prior, SCALE, strict=True)]
-        self._good = list(self._weights)
+        self._good: list[float] | None = None  # the last weights that were right
         self._covariance = [[PRIOR_VARIANCE if i == j else 0.0 for j in range(5)] for i in range(5)]
         self._variance = 0.0
         self._ratios: deque[float] = deque(maxlen=RATIO_WINDOW)
@@ -57,7 +57,7 @@ class StepModel:
     @property
     def trusted(self) -> bool:
         """False while the last good model stands in, because the learned one has been wrong for long."""
-        return self._bad_steps < BAD_STEPS
+        return self._good is None or self._bad_steps < BAD_STEPS
 
     def quantile(self, q: float) -> float:
         """Actual over predicted at q = 0.1, 0.5 or 0.9."""
@@ -72,8 +72,7 @@ class StepModel:
 
     def learn(self, load: StepLoad, elapsed: float) -> None:
         """One step with that load took `elapsed` seconds."""
-        predicted = self.predict(load)
-        self._judge(elapsed, predicted)
+        self._note_ratio(elapsed / max(self.predict(load), 1e-9))
         features = (
             1.0 * SCALE[0],
             load.prefill_tokens * SCALE[1],
@@ -82,6 +81,7 @@ class StepModel:
             load.decode_context * SCALE[4],
         )
         error = elapsed - sum(w * x for w, x in zip(self._weights, features, strict=True))
+        self._judge(abs(error) / max(elapsed, 1e-9))
         self._update(features, self._clip(error))
         self._refresh()
 
@@ -105,10 +105,15 @@ class StepModel:
                 covariance[i][j] = (covariance[i][j] - gain[i] * gain[j] / denominator) / FORGETTING
             covariance[i][i] = min(covariance[i][i], PRIOR_VARIANCE)  # forgetting must not blow up what is not excited
 
-    def _judge(self, elapsed: float, predicted: float) -> None:
-        ratio = elapsed / max(predicted, 1e-9)
+    def _judge(self, error: float) -> None:
+        if error > BAD_ERROR:
+            self._bad_steps += 1
+        else:
+            self._bad_steps = 0
+            self._good = list(self._weights)
+
+    def _note_ratio(self, ratio: float) -> None:
         self._ratios.append(ratio)
-        self._bad_steps = self._bad_steps + 1 if abs(ratio - 1.0) > BAD_ERROR else 0
         self._since_sort += 1
         if self._since_sort >= QUANTILE_EVERY:
             self._since_sort = 0
@@ -117,8 +122,6 @@ class StepModel:
             self._quantiles = (at[0], at[1], at[2])
 
     def _refresh(self) -> None:
-        if self._bad_steps == 0:
-            self._good = list(self._weights)
-        weights = self._weights if self.trusted else self._good
+        weights = self._weights if self._good is None or self.trusted else self._good
         b = [w * s for w, s in zip(weights, SCALE, strict=True)]
         self._used: Coefficients = (b[0], b[1], b[2], b[3], b[4])

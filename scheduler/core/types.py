@@ -247,6 +247,7 @@ class StepReport:
     preemptions: int = 0
     decode_context: int = 0  # KV tokens of the decoding sequences
     steps: int = 1  # a replay reports a run of like steps as one
+    padded_tokens: int = 0  # computed for nothing: padding, and rows of a static batch that have ended
 
 
 @dataclass(frozen=True, slots=True)

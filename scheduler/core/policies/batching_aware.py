@@ -134,7 +134,7 @@ class BatchingAware(Policy):
 
     def _backlog(self, request: Request, tier: TierSpec, now: float) -> Refusal | None:
         """Refuse early what would expire in the queue: the tier's queued work over the rate that it is guaranteed."""
-        start = now + self._clears_in(tier)
+        start = now + self._clears_in(tier, request.tenant)
         latest = self.latest_start(request)
         failures = self._failing.get(tier.name, 0)
         threshold = latest if failures < BACKLOG_FAILURES else now + REOPEN_AT * (latest - now)
@@ -150,9 +150,19 @@ class BatchingAware(Policy):
             max(start - now - REOPEN_AT * (latest - now), 0.1),
         )
 
-    def _clears_in(self, tier: TierSpec) -> float:
-        """Predicted seconds until what waits in the tier has been started."""
-        return self.books.queue.cost(tier.name) / max(self._rate(tier), 1e-3)
+    def _clears_in(self, tier: TierSpec, tenant: str | None = None) -> float:
+        """Predicted seconds until what waits in the tier has been started, or what one tenant's next request waits for.
+
+        Tenants take turns: a request has its tenant's own queue before it, and as much of each other tenant's.
+        """
+        queue = self.books.queue
+        work = queue.cost(tier.name)
+        if tenant is not None:
+            account = self.books.service.tiers[tier.name]
+            own = queue.tenant_cost(tier.name, tenant)
+            others = account.waiting_tenants - (own > 0)
+            work = min(work, own * (1 + others))
+        return work / max(self._rate(tier), 1e-3)
 
     def _rate(self, tier: TierSpec) -> float:
         """Engine-seconds a second that the tier can count on: by weights among those that wait, floor at least."""
@@ -291,15 +301,28 @@ class BatchingAware(Policy):
         least = min((accounts[tier.name].own.virtual() for tier in tiers), default=0.0)
         found = []
         for tier in tiers:
+            if not tier.weight:
+                continue  # background is never urgent
             lead = accounts[tier.name].own.weight * (accounts[tier.name].own.virtual() - least)
             if len(tiers) > 1 and lead >= LEAD_BOUND:
                 continue
             window = max(two_steps, URGENT_SHARE * tier.deadline(0.0, True, 0, None))
             for lane in LANES:
-                head = self.books.queue.head(tier.name, lane)
+                head = self._urgent_head(tier, lane)
                 if head is not None and self.latest_start(head) - now < window:
                     found.append(head)
         return sorted(found, key=lambda head: (self.key(head), head.arrival, head.id))
+
+    def _urgent_head(self, tier: TierSpec, lane: Lane) -> Request | None:
+        """The smallest key of the lane; but a tenant that is far ahead of the others of its tier waits for its turn."""
+        queue, account = self.books.queue, self.books.service.tiers[tier.name]
+        head = queue.head(tier.name, lane)
+        if head is None or account.waiting_tenants < 2:
+            return head
+        tenant = account.next_tenant()
+        if tenant is None or account.tenants[head.tenant].virtual() - account.least < LEAD_BOUND:
+            return head
+        return queue.tenant_head(tier.name, lane, tenant)
 
     def _first(self, tier: TierSpec) -> Request | None:
         heads = [self.books.queue.head(tier.name, lane) for lane in LANES]
