@@ -13,6 +13,7 @@ from scheduler.engines.base import Engine, EngineStartError, StepListener
 # name -> module; each module has `create(model, options, clock, on_step, data_dir)`.
 ENGINES = {
     "simulated": "scheduler.engines.simulated",
+    "transformers": "scheduler.engines.transformers",
     "vllm": "scheduler.engines.vllm",
 }
 

@@ -238,6 +238,7 @@ def test_the_latency_model_forgets_batches_of_long_ago() -> None:
 samples = st.tuples(st.integers(1, 32), st.integers(1, 5000), st.floats(0.0, 60.0))
 
 
+@settings(deadline=None)
 @given(st.lists(samples, max_size=30), st.integers(1, 32), st.integers(0, 5000))
 def test_the_estimate_of_a_batch_grows_with_it(seen: list[tuple[int, int, float]], size: int, tokens: int) -> None:
     """Never negative, and no smaller for more requests or more tokens."""
