@@ -101,6 +101,12 @@ class PolicyGuard:
     def stepped(self, report: StepReport) -> None:
         self._ask(lambda policy: policy.stepped(report))
 
+    def engine_failed(self, now: float, cause: str) -> None:
+        self._ask(lambda policy: policy.engine_failed(now, cause))
+
+    def engine_recovered(self, now: float) -> None:
+        self._ask(lambda policy: policy.engine_recovered(now))
+
     def next_wakeup(self, now: float) -> float | None:
         return self._ask(lambda policy: policy.next_wakeup(now))
 

@@ -162,6 +162,10 @@ class Planner:
         self._policy.stepped(report)
         self._changed = self._changed or self._step_matters
 
+    def engine_seconds(self, request_id: str) -> float:
+        """Engine time that a running request has been charged so far, since it was dispatched."""
+        return self._books.service.charged(request_id)
+
     def finished(self, request_id: str, outcome: Outcome, now: float) -> None:
         """A dispatched request has left the engine. Raises IllegalTransition if it was not running."""
         self._lifecycle.left_engine(request_id)
@@ -196,6 +200,15 @@ class Planner:
         self._changed = True
         return resumed
 
+    def engine_failed(self, now: float, cause: str) -> None:
+        """The engine is gone: nothing is dispatched until it is back. The caller ends or evicts what ran."""
+        self._policy.engine_failed(now, cause)
+
+    def engine_recovered(self, now: float) -> None:
+        """An engine is there again."""
+        self._policy.engine_recovered(now)
+        self._changed = True
+
     def cancel(self, request_id: str, now: float) -> State:
         """The caller has gone. QUEUED: it waited and is removed. RUNNING: abort it in the engine, then `finished`."""
         state = self._lifecycle.state(request_id)
@@ -215,7 +228,7 @@ class Planner:
 
         The dispatches of one call are one batch. A call without news since the last one returns at once.
         """
-        decisions: list[Decision] = self._overdue(now)
+        decisions: list[Decision] = self.overdue(now)
         if not self._changed and not decisions and not self._woken(now):
             return decisions
         self._changed = False
@@ -234,6 +247,26 @@ class Planner:
             dispatched = True
         self._batches += dispatched
         return decisions
+
+    def overdue(self, now: float) -> list[Decision]:
+        """End, or move to another lane, the waiting requests whose instant has come.
+
+        A part of `decide`, for a time in which nothing can be dispatched.
+        """
+        ends: list[Decision] = []
+        for request in self._queue.pop_due(now):
+            if request.queue_deadline <= now:
+                ends.append(Expire(self._leave_queue(request.id), Reason.QUEUE_TIMEOUT))
+                continue
+            verdict = self._policy.overdue(request, now)
+            if isinstance(verdict, Refusal):
+                ends.append(Expire(self._leave_queue(request.id), verdict.reason, verdict.retry_after))
+            elif verdict is not None:
+                self._queue.move(request.id, verdict.lane)
+                self._changed = True
+            else:
+                self._queue.remind(request.id, max(self._due(request), now + 1e-3))
+        return ends
 
     def next_wakeup(self, now: float) -> float | None:
         """The earliest instant at which time alone gives `decide` something to do."""
@@ -288,23 +321,6 @@ class Planner:
             return high
         pace = (len(recent) - 1) / max(now - recent[0], 1e-3)
         return min(max(self._queue.length(tier) / 2 / pace, low), high)
-
-    def _overdue(self, now: float) -> list[Decision]:
-        """End, or move to another lane, the waiting requests whose instant has come."""
-        ends: list[Decision] = []
-        for request in self._queue.pop_due(now):
-            if request.queue_deadline <= now:
-                ends.append(Expire(self._leave_queue(request.id), Reason.QUEUE_TIMEOUT))
-                continue
-            verdict = self._policy.overdue(request, now)
-            if isinstance(verdict, Refusal):
-                ends.append(Expire(self._leave_queue(request.id), verdict.reason, verdict.retry_after))
-            elif verdict is not None:
-                self._queue.move(request.id, verdict.lane)
-                self._changed = True
-            else:
-                self._queue.remind(request.id, max(self._due(request), now + 1e-3))
-        return ends
 
     def _choose(self, batch_id: str, now: float) -> tuple[Dispatch | None, list[Decision]]:
         """The first candidate that the batcher lets in, or why none was."""

@@ -213,6 +213,10 @@ class Service:
         for meter in charge.meters():
             meter.join(charge.frame)
 
+    def charged(self, request_id: str) -> float:
+        """Engine-seconds that a running request has been charged so far."""
+        return self._charges[request_id].meter.read()
+
     def ended(self, request_id: str) -> float:
         """It has left the engine. Answers the engine-seconds that it was charged."""
         charge = self._charges.pop(request_id)

@@ -87,6 +87,12 @@ class Policy:
     def stepped(self, report: StepReport) -> None:
         """The engine has made a step."""
 
+    def engine_failed(self, now: float, cause: str) -> None:
+        """The engine has died or makes no steps: it is being rebuilt."""
+
+    def engine_recovered(self, now: float) -> None:
+        """The engine is back."""
+
     def next_wakeup(self, now: float) -> float | None:
         """When time alone may change the answer of `candidates`; the end of the window is known without it."""
         return None

@@ -20,7 +20,7 @@ from dataclasses import replace
 from scheduler.core.batcher import InFlight
 from scheduler.core.books import Books
 from scheduler.core.controller import Completion, Controller, Load
-from scheduler.core.degradation import Ladder, Pressure
+from scheduler.core.degradation import Ladder, LevelChange, Pressure
 from scheduler.core.length_model import PromptHistory
 from scheduler.core.policies.base import Blocked, Candidate, Evict, Offer, Policy
 from scheduler.core.reservation import Reservation, may_pass, reserve
@@ -214,14 +214,22 @@ class BatchingAware(Policy):
             books.batcher.peak_share(self._cautious), max(waits, default=0.0), self._preemptions / elapsed
         )
         self._preemptions = 0
-        change = self._ladder.update(now, pressure)
-        if change is not None:
-            books.changes.append(change)
-        books.level = self._ladder.level
+        self._note(self._ladder.update(now, pressure))
         if books.level:
             self._admission = max(self._admission * LEVEL_RATE_CUT, LEVEL_RATE_LEAST)
         else:
             self._admission = min(self._admission + LEVEL_RATE_GAIN, 1.0)
+
+    def engine_failed(self, now: float, cause: str) -> None:
+        self._note(self._ladder.engine_failed(now, cause))
+
+    def engine_recovered(self, now: float) -> None:
+        self._ladder.engine_recovered(now)
+
+    def _note(self, change: LevelChange | None) -> None:
+        if change is not None:
+            self.books.changes.append(change)
+        self.books.level = self._ladder.level
 
     def _oldest_wait(self, tier: TierSpec, now: float) -> float:
         """Wait of the tier's first feasible request, and what it still has to wait, over its deadline."""
