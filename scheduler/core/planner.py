@@ -271,7 +271,7 @@ class Planner:
     def next_wakeup(self, now: float) -> float | None:
         """The earliest instant at which time alone gives `decide` something to do."""
         instants = [self._queue.next_due(), self._policy.window_end(), self._policy.next_wakeup(now)]
-        return min((instant for instant in instants if instant is not None), default=None)
+        return min((instant for instant in instants if instant is not None and instant < math.inf), default=None)
 
     def waiting(self) -> int:
         """How many requests wait."""

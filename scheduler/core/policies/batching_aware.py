@@ -220,6 +220,10 @@ class BatchingAware(Policy):
         else:
             self._admission = min(self._admission + LEVEL_RATE_GAIN, 1.0)
 
+    def next_wakeup(self, now: float) -> float | None:
+        """A level is left by time alone, also when nothing comes and goes any more."""
+        return self._next_tick if self.books.level else None
+
     def engine_failed(self, now: float, cause: str) -> None:
         self._note(self._ladder.engine_failed(now, cause))
 
