@@ -2,10 +2,12 @@
 
     T = b0 + b1 P + b2 P c + b3 D + b4 K      seconds
 
-P prefill tokens of the step, c their mean context, D decoding sequences, K context tokens of those. Recursive least
-squares with forgetting (Ljung, System Identification, ch. 11): old steps fade, so that the model follows an engine that
-changes. Residuals over three standard deviations are clipped (Huber), so that one stalled step does not bend it, and
-coefficients stay non-negative, because more work never takes less time.
+P prefill tokens of the step, c their mean context, D decoding sequences, K context tokens of those. Least squares with
+exponential forgetting (Ljung, System Identification, ch. 11), kept as normal equations and solved now and then: the
+recursive form saves little and lost its positive definiteness within thousands of steps. A little of the prior is added
+to the equations, so that what the load does not excite stays where it was. Residuals over three standard deviations are
+clipped (Huber), so that one stalled step does not bend the model, and coefficients are non-negative, because more work
+never takes less time.
 """
 
 from __future__ import annotations
@@ -15,14 +17,18 @@ from dataclasses import dataclass
 
 FORGETTING = 0.995
 CLIP_SIGMAS = 3.0
+UNCLIPPED_STEPS = 64  # at first nothing is known of the spread
+LEAST_SIGMA = 0.02  # of the step: smaller spreads are not told apart from rounding
+SOLVE_EVERY = 8  # steps
 RATIO_WINDOW = 512  # steps
+QUANTILE_EVERY = 32  # steps between two sorts of the ratios
 BAD_ERROR = 0.30
 BAD_STEPS = 100
-SCALE = (1.0, 1e-3, 1e-6, 1e-2, 1e-5)  # brings the features to about one, which keeps the covariance sane
-PRIOR_VARIANCE = 1e3  # in units of the noise: the first steps are believed more than the prior
-QUANTILE_EVERY = 32  # steps between two sorts of the ratios
+SCALE = (1.0, 1e-3, 1e-6, 1e-2, 1e-5)  # brings the features to about one
+PRIOR_WEIGHT = 1e-3  # in steps
 
 Coefficients = tuple[float, float, float, float, float]
+Vector = list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +45,15 @@ class StepModel:
     """Predicts step times and learns from reports. `prior`: coefficients b0..b4 to start from."""
 
     def __init__(self, prior: Coefficients) -> None:
-        self._weights = [b / s for b, s in zip(prior, SCALE, strict=True)]
-        self._good: list[float] | None = None  # the last weights that were right
-        self._covariance = [[PRIOR_VARIANCE if i == j else 0.0 for j in range(5)] for i in range(5)]
+        self._prior = [b / s for b, s in zip(prior, SCALE, strict=True)]
+        self._weights = list(self._prior)
+        self._good: Vector | None = None  # the last weights that were right
+        self._matrix = [[0.0] * 5 for _ in range(5)]
+        self._right = [0.0] * 5
+        self._steps = 0
         self._variance = 0.0
         self._ratios: deque[float] = deque(maxlen=RATIO_WINDOW)
         self._quantiles = (1.0, 1.0, 1.0)  # q10, q50, q90 of actual / predicted
-        self._since_sort = 0
         self._bad_steps = 0
         self._refresh()
 
@@ -72,38 +80,54 @@ class StepModel:
 
     def learn(self, load: StepLoad, elapsed: float) -> None:
         """One step with that load took `elapsed` seconds."""
+        self._steps += 1
         self._note_ratio(elapsed / max(self.predict(load), 1e-9))
-        features = (
-            1.0 * SCALE[0],
-            load.prefill_tokens * SCALE[1],
-            load.prefill_tokens * load.prefill_context * SCALE[2],
-            load.decode_seqs * SCALE[3],
-            load.decode_context * SCALE[4],
-        )
-        error = elapsed - sum(w * x for w, x in zip(self._weights, features, strict=True))
-        self._judge(abs(error) / max(elapsed, 1e-9))
-        self._update(features, self._clip(error))
-        self._refresh()
+        features = _features(load)
+        expected = _dot(self._weights, features)
+        self._judge(abs(elapsed - expected) / max(elapsed, 1e-9))
+        self._add(features, expected + self._clip(elapsed - expected, expected))
+        if self._steps % SOLVE_EVERY == 0:
+            self._weights = self._solve()
+            self._refresh()
 
-    def _clip(self, error: float) -> float:
-        if self._variance > 0.0:
-            bound = CLIP_SIGMAS * self._variance**0.5
-            error = max(-bound, min(bound, error))
-        # The spread follows the clipped error too: a real change of the engine widens it and is then believed.
-        self._variance = max(FORGETTING * self._variance + (1 - FORGETTING) * error * error, 1e-12)
-        if len(self._ratios) < 8:
-            self._variance = max(self._variance, error * error)
+    # --- details ----------------------------------------------------------------------------------------------------
+
+    def _clip(self, error: float, expected: float) -> float:
+        if self._steps > UNCLIPPED_STEPS and self._bad_steps < BAD_STEPS:
+            sigma = max(self._variance**0.5, LEAST_SIGMA * expected)
+            error = max(-CLIP_SIGMAS * sigma, min(CLIP_SIGMAS * sigma, error))
+        # The spread follows the clipped error: a real change of the engine widens it step by step and is then believed.
+        share = max(1 - FORGETTING, 1 / self._steps)
+        self._variance += share * (error * error - self._variance)
         return error
 
-    def _update(self, x: tuple[float, ...], error: float) -> None:
-        covariance = self._covariance
-        gain = [sum(row[j] * x[j] for j in range(5)) for row in covariance]
-        denominator = FORGETTING + sum(x[i] * gain[i] for i in range(5))
-        for i in range(5):
-            self._weights[i] = max(self._weights[i] + gain[i] / denominator * error, 0.0)
-            for j in range(5):
-                covariance[i][j] = (covariance[i][j] - gain[i] * gain[j] / denominator) / FORGETTING
-            covariance[i][i] = min(covariance[i][i], PRIOR_VARIANCE)  # forgetting must not blow up what is not excited
+    def _add(self, features: Vector, value: float) -> None:
+        for i, x in enumerate(features):
+            row = self._matrix[i]
+            for j, y in enumerate(features):
+                row[j] = FORGETTING * row[j] + x * y
+            self._right[i] = FORGETTING * self._right[i] + x * value
+
+    def _solve(self) -> Vector:
+        """Non-negative least squares: what comes out negative is held at zero and the rest solved again."""
+        free = list(range(5))
+        while True:
+            solution = self._solve_for(free)
+            negative = [i for i, w in zip(free, solution, strict=True) if w < 0.0]
+            if not negative:
+                weights = [0.0] * 5
+                for i, w in zip(free, solution, strict=True):
+                    weights[i] = w
+                return weights
+            free = [i for i in free if i not in negative]
+
+    def _solve_for(self, free: list[int]) -> Vector:
+        rows = [
+            [self._matrix[i][j] + (PRIOR_WEIGHT if i == j else 0.0) for j in free]
+            + [self._right[i] + PRIOR_WEIGHT * self._prior[i]]
+            for i in free
+        ]
+        return _eliminate(rows)
 
     def _judge(self, error: float) -> None:
         if error > BAD_ERROR:
@@ -114,9 +138,7 @@ class StepModel:
 
     def _note_ratio(self, ratio: float) -> None:
         self._ratios.append(ratio)
-        self._since_sort += 1
-        if self._since_sort >= QUANTILE_EVERY:
-            self._since_sort = 0
+        if self._steps % QUANTILE_EVERY == 0:
             ordered = sorted(self._ratios)
             at = [ordered[int(q * (len(ordered) - 1))] for q in (0.1, 0.5, 0.9)]
             self._quantiles = (at[0], at[1], at[2])
@@ -125,3 +147,30 @@ class StepModel:
         weights = self._weights if self._good is None or self.trusted else self._good
         b = [w * s for w, s in zip(weights, SCALE, strict=True)]
         self._used: Coefficients = (b[0], b[1], b[2], b[3], b[4])
+
+
+def _features(load: StepLoad) -> Vector:
+    tokens = load.prefill_tokens
+    raw = (1.0, tokens, tokens * load.prefill_context, load.decode_seqs, load.decode_context)
+    return [value * scale for value, scale in zip(raw, SCALE, strict=True)]
+
+
+def _dot(one: Vector, other: Vector) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
+
+
+def _eliminate(rows: list[Vector]) -> Vector:
+    """Solve a symmetric positive definite system given as rows of (coefficients, right side)."""
+    size = len(rows)
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda r: abs(rows[r][i]))
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        for r in range(i + 1, size):
+            factor = rows[r][i] / rows[i][i]
+            for j in range(i, size + 1):
+                rows[r][j] -= factor * rows[i][j]
+    solution = [0.0] * size
+    for i in reversed(range(size)):
+        known = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = (rows[i][size] - known) / rows[i][i]
+    return solution
