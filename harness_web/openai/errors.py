@@ -78,6 +78,8 @@ TABLE: dict[str, Shape] = {
     "draining": _overloaded(1.0),
     "spool_unavailable": _overloaded(5.0),
     "queue_timeout": _overloaded(2.0),
+    "deadline_infeasible": _overloaded(2.0),
+    "degraded": _overloaded(5.0),
     "shutdown": _overloaded(1.0),
     "scheduler_lost": _overloaded(1.0),
     "engine_failed": Shape(502, SERVER, "engine_failed", retry=True),

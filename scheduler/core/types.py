@@ -81,7 +81,8 @@ class Reason(StrEnum):
     URGENT = "urgent"
     FAIR_TURN = "fair_turn"
     LATE_TURN = "late_turn"
-    # how a running request ended other than by itself
+    # why a running request left the engine other than by itself
+    PREEMPTED = "preempted"  # for a better rank; it goes on later
     ENGINE_FAILED = "engine_failed"
     REQUEST_FAILED = "request_failed"
     SHUTDOWN = "shutdown"
