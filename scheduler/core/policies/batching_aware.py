@@ -255,7 +255,8 @@ class BatchingAware(Policy):
             return
         request, tier = flight.request, self.books.tier(flight.request)
         in_time = (flight.first_token if request.stream else now) <= request.deadline
-        paced = not request.stream or now - flight.first_token <= max(flight.tokens - 1, 0) * tier.tpot
+        tokens = max(flight.tokens, outcome.completion_tokens)  # the last ones may not have been reported one by one
+        paced = not request.stream or now - flight.first_token <= max(tokens - 1, 0) * tier.tpot
         self._controller.completed(Completion(now, tier.name, in_time and paced, missed_pace=not paced))
 
     # --- turns ------------------------------------------------------------------------------------------------------
