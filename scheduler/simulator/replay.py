@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from scheduler.core.planner import Planner
-from scheduler.core.types import Decision, Dispatch, Expire, Hold, Outcome, PolicyConfig, Reason, Request, StepReport
+from scheduler.core.types import Dispatch, Expire, Outcome, PolicyConfig, Preempt, Reason, Request, StepReport
 from scheduler.engines.simulated.machine import End, Machine, Sequence, StepResult
 from scheduler.simulator.profiles import Profile
 from scheduler.simulator.workload import Workload
@@ -57,7 +57,11 @@ class TimelinePoint:
 
 @dataclass(slots=True)
 class Replay:
-    """A finished run. `decision_ns`: CPU time of each call of `decide`."""
+    """A finished run.
+
+    `preemptions`: the engine's own for want of memory, and those that the planner decided. `decision_ns`: CPU time of
+    each call of `decide`.
+    """
 
     policy: str
     workload: Workload
@@ -171,24 +175,35 @@ class _Run:
             if record.first_token is None:
                 record.first_token = now
             self._planner.progress(sequence.id, sequence.made, now)
+        for sequence in step.freed:
+            self._evicted(sequence, decoded=sequence.made)  # the token of this step is lost, but it was computed
         for sequence in step.ended:
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         record = self._records[int(sequence.id)]
         record.last_token = self._now
-        record.service = self._service(sequence)
+        record.service += self._service(sequence, decoded=sequence.made - 1)
         self._planner.finished(sequence.id, Outcome(sequence.made), self._now)
 
-    def _service(self, sequence: Sequence) -> float:
-        """Engine-seconds that the sequence used: its marginal costs, and its part of each step's base by head count."""
-        cost, prompt, decoded = self._cost, sequence.prompt_tokens, sequence.made - 1
-        return (
-            prompt * cost.prefill_token
-            + decoded * (cost.decode_seq + (prompt + sequence.made / 2) * cost.kv_token)
-            + self._fixed
-            - self._fixed_at_start.pop(sequence.id)
-        )
+    def _evicted(self, sequence: Sequence, decoded: int) -> None:
+        """It has left the engine for another, and waits again with what it has made as part of its prompt."""
+        self._result.preemptions += 1
+        self._records[int(sequence.id)].service += self._service(sequence, decoded)
+        self._planner.progress(sequence.id, sequence.made, self._now)
+        self._planner.evicted(sequence.id, self._now)
+
+    def _service(self, sequence: Sequence, decoded: int) -> float:
+        """Engine-seconds of its prefill, of `decoded` decode steps, and of its part of each step's base by head count.
+
+        Prefill that came to nothing (evicted before the first token, computed again) is charged to nobody.
+        """
+        cost, prompt = self._cost, sequence.prompt_tokens
+        fixed = self._fixed - self._fixed_at_start.pop(sequence.id, self._fixed)
+        if not sequence.made:
+            return fixed
+        context = decoded * prompt + decoded * (decoded + 1) / 2
+        return fixed + prompt * cost.prefill_token + decoded * cost.decode_seq + context * cost.kv_token
 
     def _observe(self, step: StepResult, elapsed: float) -> None:
         result = self._result
@@ -212,16 +227,25 @@ class _Run:
             self._on_progress(self._arrived, len(self._requests))
 
     def _decide(self) -> None:
-        self._report_progress()
-        before = time.process_time_ns()
-        decisions = self._planner.decide(self._now)
-        self._result.decision_ns.append(time.process_time_ns() - before)
-        for decision in decisions:
-            self._carry_out(decision)
+        """Decide and carry out, again if that made room at once (an eviction between two steps)."""
+        again = True
+        while again:
+            self._report_progress()
+            before = time.process_time_ns()
+            decisions = self._planner.decide(self._now)
+            self._result.decision_ns.append(time.process_time_ns() - before)
+            again = False
+            for decision in decisions:
+                if isinstance(decision, Dispatch):
+                    self._dispatch(decision)
+                elif isinstance(decision, Expire):
+                    self._records[int(decision.request.id)].refusal = decision.reason
+                elif isinstance(decision, Preempt):
+                    again |= self._preempt(decision)
+            self._decisions_now += 1
+            if self._decisions_now > STALL_DECISIONS:
+                raise ReplayError(f"The planner wakes at {self._now:.3f} s again and again, without anything to do.")
         self._wake = self._planner.next_wakeup(self._now) or math.inf
-        self._decisions_now += 1
-        if self._decisions_now > STALL_DECISIONS:
-            raise ReplayError(f"The planner wakes at {self._now:.3f} s again and again, without anything to do.")
 
     def _report_progress(self) -> None:
         """Tell the planner how far everything is. Only before it decides: nothing else asks."""
@@ -231,14 +255,6 @@ class _Run:
         progress, tokens, now = self._planner.progress, self._machine.tokens, self._now
         for sequence in self._machine.running.values():
             progress(sequence.id, tokens(sequence), now)
-
-    def _carry_out(self, decision: Decision) -> None:
-        if isinstance(decision, Hold):
-            return
-        if isinstance(decision, Dispatch):
-            self._dispatch(decision)
-        elif isinstance(decision, Expire):
-            self._records[int(decision.request.id)].refusal = decision.reason
 
     def _dispatch(self, decision: Dispatch) -> None:
         request = decision.request
@@ -252,3 +268,10 @@ class _Run:
                 arrival=request.arrival,
             )
         )
+
+    def _preempt(self, decision: Preempt) -> bool:
+        """Abort it in the engine. True if it has left already, False if it leaves when the running step ends."""
+        sequence = self._machine.abort(decision.request.id)
+        if sequence is not None:
+            self._evicted(sequence, decoded=sequence.made - 1)
+        return sequence is not None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gzip
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from scheduler.core.types import Contract, PolicyConfig, Reason, Request, TierSpec
+from scheduler.core.types import Contract, Decision, PolicyConfig, Preempt, Reason, Request, TierSpec
 from scheduler.simulator import replay as replay_module
 from scheduler.simulator.engine_curve import EngineCurve
 from scheduler.simulator.profiles import PROFILES, ProfileError, load_profile
@@ -206,6 +207,38 @@ def test_a_lone_request_takes_one_prefill_step_and_then_a_step_a_token() -> None
     assert record.first_token == pytest.approx(prefill)
     assert record.last_token == pytest.approx(prefill + decode)
     assert record.service == pytest.approx(prefill + decode)
+
+
+class EvictingPlanner(replay_module.Planner):
+    """Evicts each request once, when it has made ten tokens; at once if no step runs, else at the step's end."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._tokens: dict[str, int] = {}
+        self.evicted_once: dict[str, Request] = {}
+
+    def progress(self, request_id: str, tokens: int, now: float) -> None:
+        super().progress(request_id, tokens, now)
+        self._tokens[request_id] = tokens
+
+    def decide(self, now: float) -> list[Decision]:
+        decisions = super().decide(now)
+        for flight in self.books.batcher.running():
+            request = flight.request
+            if not request.evictions and request.id not in self.evicted_once and self._tokens.get(request.id, 0) >= 10:
+                self.evicted_once[request.id] = request
+                decisions.append(Preempt(request, request))
+        return decisions
+
+
+def test_an_evicted_request_goes_on_where_it_was_and_its_time_is_accounted_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run("continuous", 1.2, 60)
+    monkeypatch.setattr(replay_module, "Planner", EvictingPlanner)
+    done = run("continuous", 1.2, 60)
+    assert done.preemptions > 10
+    assert all(record.last_token is not None for record in done.records)
+    assert done.busy > plain.busy  # what it had made is computed again
+    assert sum(record.service for record in done.records) == pytest.approx(done.busy)
 
 
 def figures(policy: str, rho: float) -> PolicyResult:
