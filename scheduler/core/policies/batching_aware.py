@@ -63,6 +63,7 @@ class BatchingAware(Policy):
         self._controller = Controller(books.batcher.cap)
         self._ladder = Ladder()
         self._next_tick = 0.0
+        self._looked_at = 0.0  # when candidates were asked for last
         self._step_times: deque[float] = deque(maxlen=STEPS_KEPT)
         self._preemptions = 0  # engine recomputes since the last tick
         self._busy_seen = books.service.busy
@@ -221,8 +222,13 @@ class BatchingAware(Policy):
             self._admission = min(self._admission + LEVEL_RATE_GAIN, 1.0)
 
     def next_wakeup(self, now: float) -> float | None:
-        """A level is left by time alone, also when nothing comes and goes any more."""
-        return self._next_tick if self.books.level else None
+        """A level is left by time alone, and a request of the best rank becomes urgent by it."""
+        instants = [self._next_tick] if self.books.level else []
+        for tier in self._ranked:
+            if tier.rank == self._best:
+                heads = [self._urgent_head(tier, lane) for lane in LANES]
+                instants += [self._urgent_from(head, tier) for head in heads if head is not None]
+        return min((instant for instant in instants if instant > self._looked_at), default=None)
 
     def engine_failed(self, now: float, cause: str) -> None:
         self._note(self._ladder.engine_failed(now, cause))
@@ -262,23 +268,24 @@ class BatchingAware(Policy):
     # --- turns ------------------------------------------------------------------------------------------------------
 
     def candidates(self, now: float) -> Iterator[Offer]:
+        self._looked_at = now
         tiers = [tier for tier in self._ranked if self.books.queue.length(tier.name)]
         if not tiers:
             return
         self.books.service.pace()
-        reservation: Reservation | None = None
+        waiting: Request | None = None  # the one that has the pool's reservation
         for request, reason in self._turns(tiers, self._urgent(tiers, now), now):
             tier = self.books.tier(request)
             blocked = self._room(request, tier) or self._interference(request, tier, reason, now)
-            if blocked is None and reservation is not None and not self._passes(reservation, request, tier, now):
+            if blocked is None and waiting is not None and not self._passes(waiting, request, tier, now):
                 blocked = Reason.RESERVATION
             if blocked is None:
                 yield Candidate(request, reason)
                 continue
             yield Blocked(request, blocked)
-            if reservation is None and reason in (Reason.FLOOR_GUARD, Reason.URGENT) and blocked in NO_ROOM:
-                reservation = self._reserve(request, tier, now)
-                if victim := self._victim(reservation, tier, reason):
+            if waiting is None and reason in (Reason.FLOOR_GUARD, Reason.URGENT) and blocked in NO_ROOM:
+                waiting = request
+                if reason is Reason.URGENT and (victim := self._victim(request, tier, now)):
                     yield Evict(request, victim)
 
     def dispatched(self, request: Request, now: float) -> None:
@@ -309,7 +316,6 @@ class BatchingAware(Policy):
 
     def _urgent(self, tiers: list[TierSpec], now: float) -> list[Request]:
         """Heads whose latest start is near, of tiers that are not too far ahead of the others; smallest key first."""
-        two_steps = 2 * self.books.step_time()
         accounts = self.books.service.tiers
         least = min((accounts[tier.name].own.virtual() for tier in tiers), default=0.0)
         found = []
@@ -319,12 +325,14 @@ class BatchingAware(Policy):
             lead = accounts[tier.name].own.weight * (accounts[tier.name].own.virtual() - least)
             if len(tiers) > 1 and lead >= LEAD_BOUND:
                 continue
-            window = max(two_steps, URGENT_SHARE * tier.deadline(0.0, True, 0, None))
-            for lane in LANES:
-                head = self._urgent_head(tier, lane)
-                if head is not None and self.latest_start(head) - now < window:
-                    found.append(head)
+            heads = [self._urgent_head(tier, lane) for lane in LANES]
+            found += [head for head in heads if head is not None and self._urgent_from(head, tier) <= now]
         return sorted(found, key=lambda head: (self.key(head), head.arrival, head.id))
+
+    def _urgent_from(self, head: Request, tier: TierSpec) -> float:
+        """The instant from which on a head is urgent."""
+        window = max(2 * self.books.step_time(), URGENT_SHARE * tier.deadline(0.0, True, 0, None))
+        return self.latest_start(head) - window
 
     def _urgent_head(self, tier: TierSpec, lane: Lane) -> Request | None:
         """The smallest key of the lane; but a tenant that is far ahead of the others of its tier waits for its turn."""
@@ -368,11 +376,12 @@ class BatchingAware(Policy):
             or batcher.forecast(request, tier.headroom, self._cautious)
         )
 
-    def _victim(self, reservation: Reservation, tier: TierSpec, reason: Reason) -> Request | None:
+    def _victim(self, request: Request, tier: TierSpec, now: float) -> Request | None:
         """Whom to evict so that an urgent request of the best rank starts in time: the cheapest to compute again."""
         books = self.books
-        too_late = reservation.start > self.latest_start(reservation.request)
-        if tier.rank != self._best or reason is not Reason.URGENT or not too_late or books.evicting:
+        if tier.rank != self._best or books.evicting:
+            return None
+        if self._reserve(request, tier, now).start <= self.latest_start(request):
             return None
         victims = [flight for flight in books.batcher.running() if self._may_evict(flight, tier)]
         if not victims:
@@ -390,12 +399,13 @@ class BatchingAware(Policy):
         seconds = self.books.alone_seconds(flight.request.prompt_tokens + flight.tokens)
         return seconds / max(flight.blocks, 1), flight.request.id
 
-    def _passes(self, reservation: Reservation, request: Request, tier: TierSpec, now: float) -> bool:
-        """A better rank never waits for a worse one's reservation; from level 3 on nobody passes."""
-        owner = self.books.tier(reservation.request)
-        if self.books.level >= 3 and tier.rank >= owner.rank:
-            return False
-        return tier.rank < owner.rank or may_pass(self.books, reservation, request, now)
+    def _passes(self, waiting: Request, request: Request, tier: TierSpec, now: float) -> bool:
+        """A better rank never waits for a worse one's reservation; from level 3 on nobody else passes."""
+        owner = self.books.tier(waiting)
+        if tier.rank < owner.rank:
+            return True
+        # The reservation looks at all that runs, so it is made only when somebody could pass.
+        return self.books.level < 3 and may_pass(self.books, self._reserve(waiting, owner, now), request, now)
 
     def _cap(self) -> int:
         """How many may run; the best rank may use what the controller takes from the others."""
