@@ -33,13 +33,14 @@ class Entry:
 
 @dataclass(slots=True)
 class Trace:
-    """Everything known of one request. Instants are those of the caller's clock; `opened` is its arrival."""
+    """Everything known of one request. Instants are those of the caller's clock; `opened_at` is Unix time."""
 
     id: str
     tenant: str
     tier: str
     model: str
     opened: float
+    opened_at: float
     entries: list[Entry] = field(default_factory=list)
     ended: bool = False
     holds: dict[str, Entry] = field(default_factory=dict)  # by reason, since it was queued last
@@ -59,14 +60,14 @@ class TraceRecorder:
     def find(self, request_id: str) -> Trace | None:
         return self._traces.get(request_id)
 
-    def opened(self, request_id: str, tenant: str, tier: str, model: str, at: float) -> None:
+    def opened(self, request_id: str, tenant: str, tier: str, model: str, at: float, unix: float) -> None:
         """The request has come. An id that has ended may come again: its new life replaces the old one."""
         last = self._traces.get(request_id)
         if last is not None and not last.ended:
             return
         if last is not None:
             self._ended.remove(request_id)
-        self._traces[request_id] = Trace(request_id, tenant, tier, model, at, [Entry(at, "opened")])
+        self._traces[request_id] = Trace(request_id, tenant, tier, model, at, unix, [Entry(at, "opened")])
 
     def queued(self, request_id: str, tier: str, lane: str, now: float) -> None:
         """It waits, as a request of `tier` and in a lane."""

@@ -47,6 +47,7 @@ from scheduler.engines.simulated.script import (
 )
 
 LARGE_PROMPT = 100_000  # bytes of prompt from which on rendering goes to a thread
+HEARTBEAT = 5.0  # seconds: a paced request is no silence
 CATCH_UP = 0.02  # seconds: timers that fire late are made up for by shorter sleeps, up to this much
 
 _FATAL: dict[End, tuple[str, Exception | None]] = {
@@ -256,17 +257,21 @@ class SimulatedEngine:
             self._die(f"The engine failed: {error!r}", error)
 
     async def _wait_for_work(self) -> None:
-        """Until a request comes or goes, or a paced one has rested."""
+        """Until a request comes or goes, or a paced one has rested; a long rest is reported as a step of nothing."""
         self._work.clear()
         ready_at = self._machine.next_ready()
         waiters: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._work.wait())]
         if ready_at is not None:
-            waiters.append(asyncio.ensure_future(self._clock.sleep(ready_at - self._clock.now())))
+            rest = ready_at - self._clock.now()
+            waiters.append(asyncio.ensure_future(self._clock.sleep(min(rest, HEARTBEAT))))
         try:
             await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for waiter in waiters:
                 waiter.cancel()
+        now = self._clock.now()
+        if ready_at is not None and now < ready_at and not self._work.is_set():
+            self._on_step(self._report(StepResult(self._machine.number), now, 0.0))
 
     async def _spend(self, cost: float) -> None:
         """Let a step's cost pass, less what the step before it was late."""
