@@ -19,5 +19,7 @@ def peak(flights: Iterable[tuple[int, int]], block_size: int) -> int:
     current = highest = 0
     for count, (remaining, blocks) in enumerate(sorted(flights, reverse=True), 1):
         current += blocks
-        highest = max(highest, current + count * -(-remaining // block_size))
+        total = current + count * -(-remaining // block_size)
+        if total > highest:  # in the hot path of every admission: no call
+            highest = total
     return highest

@@ -38,7 +38,10 @@ from scheduler.core.types import (
     TierSpec,
 )
 
-STEP_REASONS = frozenset({Reason.PREFILL_BUDGET, Reason.STREAM_PACE, Reason.LONG_LANE})  # a step may clear them
+# What a step may clear: it computes prompts, moves streams on, and brings running requests nearer to their ends.
+STEP_REASONS = frozenset(
+    {Reason.PREFILL_BUDGET, Reason.STREAM_PACE, Reason.LONG_LANE, Reason.KV_FULL, Reason.RESERVATION}
+)
 PRIORITY_LEVELS = ("high", "normal", "low")
 RECENT_DISPATCHES = 64  # how many dispatches of a tier its drain rate is taken from
 RETRY_AFTER_BOUNDS = (1.0, 60.0)  # seconds
