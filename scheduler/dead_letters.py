@@ -23,10 +23,6 @@ class RetryError(Exception):
     """The letter cannot be retried; the text says why."""
 
 
-class UnknownLetterError(RetryError):
-    """There is no such letter."""
-
-
 @dataclass(frozen=True, slots=True)
 class Letter:
     """One death. `payload`: the request as `pack` made it, empty if it was too large to keep."""
@@ -77,7 +73,7 @@ def claim(letter_id: int, request_id: str) -> Submit:
     """Take a letter for a retry under a new id. Raises RetryError: it is gone, not open, or was not kept."""
     letter = DeadLetter.objects.filter(pk=letter_id).first()
     if letter is None:
-        raise UnknownLetterError("There is no such dead letter.")
+        raise RetryError("There is no such dead letter.")
     if letter.state == DeadLetter.State.OPEN and not letter.payload:
         raise RetryError("The request was too large to be kept.")
     open_letter = DeadLetter.objects.filter(pk=letter_id, state=DeadLetter.State.OPEN)

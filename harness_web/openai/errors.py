@@ -53,6 +53,7 @@ TABLE: dict[str, Shape] = {
     "limit_too_large": Shape(400, INVALID, "request_too_large"),
     "invalid_config": Shape(400, INVALID, "invalid_config"),
     "config_conflict": Shape(409, INVALID, "config_conflict"),
+    "conflict": Shape(409, INVALID, "conflict"),
     "unknown_url": Shape(404, INVALID, "unknown_url"),
     "not_found": Shape(404, INVALID, "not_found"),
     "model_not_served": Shape(404, INVALID, "model_not_found"),

@@ -26,7 +26,7 @@ from scheduler.clock import Clock, RealClock
 from scheduler.core.admission import Admission
 from scheduler.core.trace import TraceRecorder
 from scheduler.core.types import Reason, Refusal
-from scheduler.dead_letters import RetryError, UnknownLetterError
+from scheduler.dead_letters import RetryError
 from scheduler.engines import create_engine
 from scheduler.engines.simulated import read_record
 from scheduler.wire import messages
@@ -292,7 +292,7 @@ class Runtime:
         try:
             return {"retried_as": await self.services.dead_letters.retry(int(args["id"]), self._intake.submit)}
         except RetryError as error:
-            return {"refused": str(error), "unknown": isinstance(error, UnknownLetterError)}
+            return {"refused": str(error)}
 
     def _info(self) -> dict[str, Any]:
         return {"epoch": self.services.epoch, "models": self._models()}
