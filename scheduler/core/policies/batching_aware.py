@@ -63,7 +63,7 @@ class BatchingAware(Policy):
         self._controller = Controller(books.batcher.cap)
         self._ladder = Ladder()
         self._next_tick = 0.0
-        self._looked_at = 0.0  # when candidates were asked for last
+        self._looked_at = 0.0  # the last decision
         self._step_times: deque[float] = deque(maxlen=STEPS_KEPT)
         self._preemptions = 0  # engine recomputes since the last tick
         self._busy_seen = books.service.busy
@@ -194,6 +194,7 @@ class BatchingAware(Policy):
     # --- once a second ----------------------------------------------------------------------------------------------
 
     def deciding(self, now: float) -> None:
+        self._looked_at = now
         if now < self._next_tick:
             return
         elapsed = max(now - self._next_tick + TICK, TICK) if self._next_tick else TICK
@@ -268,7 +269,6 @@ class BatchingAware(Policy):
     # --- turns ------------------------------------------------------------------------------------------------------
 
     def candidates(self, now: float) -> Iterator[Offer]:
-        self._looked_at = now
         tiers = [tier for tier in self._ranked if self.books.queue.length(tier.name)]
         if not tiers:
             return
