@@ -7,9 +7,9 @@
                                      Finished; unknown ids are ignored
     aclose()                         idempotent; no process or file is left behind
 
-An engine knows no tenants and no tiers. Closing the `generate` iterator early is an abort; the id may be used again as
-soon as it is closed. An answer that was cut short can go on later (`EngineRequest.produced`), also on another engine
-that was built from the same options, if `EngineLimits.resumes`. One contract test
+An engine knows no tenants and no tiers. Closing the `generate` iterator early is an abort. If `EngineLimits.resumes`, an
+answer that was cut short can go on (`EngineRequest.produced`), under the same id and as soon as the iterator is closed,
+also on another engine that was built from the same options. One contract test
 (`tests/engines/contract.py`) runs over every engine.
 
 Errors:
