@@ -48,6 +48,7 @@ class Batcher:
         self._worst = 0  # blocks if everything produced all it may
         self._context = 0
         self._forecast: list[tuple[int, int]] | None = None  # what runs, as `peak` takes it; None: to be made anew
+        self._refused: list[tuple[float, int, int]] = []  # limit, tokens, blocks of what this forecast had no room for
         self.decoding = 0
 
     @property
@@ -129,8 +130,14 @@ class Batcher:
         blocks = self._capacity.blocks
         if self._worst + blocks(request.worst_case_tokens) <= limit:
             return None  # even the worst case fits: no need to look at each request
-        flights = [*self._flights(lengths), (lengths(request, 0), self._first_blocks(request))]
-        return Reason.KV_FULL if peak(flights, self._capacity.block_size) > limit else None
+        asked = (limit, lengths(request, 0), self._first_blocks(request))
+        flights = self._flights(lengths)
+        if any(asked[0] <= one[0] and asked[1] >= one[1] and asked[2] >= one[2] for one in self._refused):
+            return Reason.KV_FULL  # a smaller one has just been refused a larger part
+        if peak([*flights, asked[1:]], self._capacity.block_size) <= limit:
+            return None
+        self._refused.append(asked)
+        return Reason.KV_FULL
 
     def peak_share(self, lengths: Lengths) -> float:
         """The future peak of what runs, as a share of the pool."""
@@ -178,6 +185,7 @@ class Batcher:
     def _flights(self, lengths: Lengths) -> list[tuple[int, int]]:
         # One decision asks for several candidates; sorted once, so that sorting again with one more is nearly free.
         if self._forecast is None:
+            self._refused.clear()
             self._forecast = sorted(
                 ((one.remaining(lengths), one.blocks) for one in self._running.values()), reverse=True
             )
