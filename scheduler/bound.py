@@ -9,7 +9,8 @@ Request j has weight w_j and two pieces of work: its prefill, due at its TTFT de
 Work is counted at its marginal cost plus the least possible part of a step's base cost (that of a full batch), and a
 request that misses its contract even alone has x_j = 0. Slots, memory and floors are ignored and x_j may be a
 fraction: an upper bound. (Demand bound: Baruah, Rosier, Howell 1990.) Most intervals never bind; those that are
-violated are added round by round, so every round's optimum is itself a valid bound and the last one is the least.
+violated are added round by round, and dropped again if they turn out not to bind; every round's optimum is itself a
+valid bound and the last one is the least.
 
 Needs scipy (`pip install 'llm-harness[replay]'`), whose HiGHS solves the programmes.
 
@@ -34,6 +35,8 @@ CUTS_PER_ROUND = 300
 GRID = 500  # of the violated intervals that begin and end in the same 1/500 of the span, a round adds the worst
 GRID_SHRINKS = 1.3  # per round
 TOLERANCE = 1e-3  # seconds by which an interval may be overfull
+GAIN = 1e-5  # relative; a round that lowers the bound by less is the last
+SLACK = 0.5  # seconds; an interval with more room at the optimum does not shape it and is dropped
 ROUNDING = 1e-9  # seconds: sums of step times are not exact
 
 OnProgress = Callable[[int, int], None]  # rounds so far, of at most how many
@@ -167,18 +170,21 @@ class _Programme:
         self._rows: dict[tuple[int, int], tuple[Any, Any, float]] = {}  # (job, due) -> columns, work, length
 
     def solve(self, on_progress: OnProgress) -> tuple[float, bool]:
-        """(optimal weight, whether no interval is overfull)."""
+        """(optimal weight, whether more intervals would lower it by nothing that counts)."""
         chosen = self._np.ones(len(self._weight))
+        value = float(self._weight.sum())
         for done in range(MAX_ROUNDS):
-            grid = max(self._span / GRID / GRID_SHRINKS**done, TOLERANCE)
-            if not self._add_violated(chosen, grid):
-                return float(self._weight @ chosen), True
+            if not self._add_violated(chosen, max(self._span / GRID / GRID_SHRINKS**done, TOLERANCE)):
+                return value, True
             on_progress(done, MAX_ROUNDS)
             chosen = self._optimum()
-        return float(self._weight @ chosen), False
+            before, value = value, float(self._weight @ chosen)
+            if before - value < GAIN * before and done:
+                return value, True
+        return value, False
 
     def _optimum(self) -> Any:
-        """Each job's x under the intervals so far."""
+        """Each job's x under the intervals so far, of which those that have much room are dropped."""
         columns, work, lengths = zip(*self._rows.values(), strict=True)
         ends = self._np.cumsum([0, *(len(each) for each in columns)])
         matrix = self._sparse.csr_matrix(
@@ -188,6 +194,9 @@ class _Programme:
             -self._weight, A_ub=matrix, b_ub=self._np.array(lengths), bounds=(0, 1), method="highs"
         )
         assert solution.success, solution.message  # x = 0 is always a solution
+        for interval, room in zip(list(self._rows), solution.slack, strict=True):
+            if room > SLACK:
+                del self._rows[interval]
         return self._np.clip(solution.x, 0.0, 1.0)
 
     def _add_violated(self, chosen: Any, grid: float) -> int:
