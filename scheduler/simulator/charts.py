@@ -86,7 +86,8 @@ def _sections(report: Report, replays: Sequence[Replay]) -> Iterator[tuple[str, 
     curve = EngineCurve.of(report.workload, report.profile)
     yield (
         "Speed-up and utilisation against batch size",
-        "S(n): tokens per second with n sequences over those with one. U(n): S(n) over that of a full batch.",
+        "S(n): tokens per second with n sequences over those with one. "
+        "U(n): share of a step spent on sequences, not on what every step costs.",
         _speed_up(curve),
     )
     yield (
@@ -98,8 +99,8 @@ def _sections(report: Report, replays: Sequence[Replay]) -> Iterator[tuple[str, 
 
 def _section(heading: str, text: str, figure: go.Figure) -> str:
     figure.update_layout(
-        template="plotly_white", colorway=COLOURS, height=HEIGHT, margin={"l": 60, "r": 20, "t": 20, "b": 50},
-        legend={"orientation": "h", "y": 1.08},
+        template="plotly_white", colorway=COLOURS, height=HEIGHT, margin={"l": 60, "r": 20, "t": 70, "b": 50},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
     )  # fmt: skip
     chart = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
     return f"<h2>{html.escape(heading)}</h2>\n<p>{html.escape(text)}</p>\n{chart}"
@@ -199,11 +200,14 @@ def _speed_up(curve: EngineCurve) -> go.Figure:
 def _pareto(curve: EngineCurve, report: Report) -> go.Figure:
     figure = go.Figure()
     label = [f"n = {size}" for size in curve.sizes]
-    figure.add_scatter(x=curve.throughput, y=curve.token_time, text=label, mode="lines", name="engine")
-    for name, result in report.policies.items():
+    figure.add_scatter(
+        x=curve.throughput, y=curve.token_time, text=label, mode="lines", line={"color": GREY}, name="engine"
+    )
+    for number, (name, result) in enumerate(report.policies.items()):
+        colour = COLOURS[number % len(COLOURS)]
         at = min(max(round(result.mean_batch), 1), curve.sizes[-1]) - 1
         x, y = [curve.throughput[at]], [curve.token_time[at]]
-        figure.add_scatter(x=x, y=y, text=[label[at]], mode="markers", marker={"size": 11}, name=name)
+        figure.add_scatter(x=x, y=y, text=[label[at]], mode="markers", marker={"size": 11, "color": colour}, name=name)
     for tier in report.workload.tiers.values():
         if tier.tpot <= 2 * curve.token_time[-1]:
             figure.add_hline(y=tier.tpot, line={"dash": "dash", "color": GREY}, annotation_text=f"TPOT of {tier.name}")

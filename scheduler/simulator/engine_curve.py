@@ -3,7 +3,7 @@
 A step with n sequences of the workload's mean lengths (prompt P, output N) makes n tokens. To keep n running, it also
 prefills what ends are replaced by: n P / N tokens a step.
 
-    T(n) = b0 + n (b3 + b4 (P + N/2) + b1 P/N)      S(n) = n T(1) / T(n)      U(n) = S(n) / S(B*)
+    T(n) = b0 + n (b3 + b4 (P + N/2) + b1 P/N)      S(n) = n T(1) / T(n)      U(n) = 1 - b0 / T(n)
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class EngineCurve:
     sizes: list[int]
     token_time: list[float]  # T(n): seconds from a token of a sequence to its next
     throughput: list[float]  # tokens per second
-    speed_up: list[float]
-    utilisation: list[float]
+    speed_up: list[float]  # S(n): throughput over that of one sequence
+    utilisation: list[float]  # U(n): share of a step that is spent on sequences, not on what every step costs
 
     @classmethod
     def of(cls, workload: Workload, profile: Profile) -> EngineCurve:
@@ -33,11 +33,10 @@ class EngineCurve:
         sequence = cost.decode_seq + cost.kv_token * (prompt + output / 2) + cost.prefill_token * prompt / output
         sizes = list(range(1, max(int(full_batch(profile, prompt + output)), 1) + 1))
         token_time = [cost.base + size * sequence for size in sizes]
-        speed_up = [size * token_time[0] / time for size, time in zip(sizes, token_time, strict=True)]
         return cls(
             sizes=sizes,
             token_time=token_time,
             throughput=[size / time for size, time in zip(sizes, token_time, strict=True)],
-            speed_up=speed_up,
-            utilisation=[each / speed_up[-1] for each in speed_up],
+            speed_up=[size * token_time[0] / time for size, time in zip(sizes, token_time, strict=True)],
+            utilisation=[1 - cost.base / time for time in token_time],
         )

@@ -344,5 +344,6 @@ def test_batching_raises_throughput_up_to_a_full_batch() -> None:
     curve = EngineCurve.of(workload(), H100)
     assert curve.speed_up[0] == 1
     assert curve.speed_up == sorted(curve.speed_up)
-    assert curve.utilisation[-1] == 1
+    assert curve.utilisation == sorted(curve.utilisation)
+    assert 0 < curve.utilisation[0] < curve.utilisation[-1] < 1
     assert curve.token_time == sorted(curve.token_time)
