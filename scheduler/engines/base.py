@@ -7,10 +7,10 @@
                                      Finished; unknown ids are ignored
     aclose()                         idempotent; no process or file is left behind
 
-An engine knows no tenants and no tiers. Closing the `generate` iterator early is an abort. If `EngineLimits.resumes`, an
-answer that was cut short can go on (`EngineRequest.produced`), under the same id and as soon as the iterator is closed,
-also on another engine that was built from the same options. One contract test
-(`tests/engines/contract.py`) runs over every engine.
+An engine knows no tenants and no tiers. Closing the `generate` iterator early is an abort. If `EngineLimits.resumes`,
+an answer that was cut short can go on (`EngineRequest.produced`), under the same id and as soon as the iterator is
+closed, also on another engine that was built from the same options. One contract test (`tests/engines/contract.py`)
+runs over every engine.
 
 Errors:
 
