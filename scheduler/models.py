@@ -72,6 +72,46 @@ class PolicyVersion(models.Model):
         return f"policy version {self.version}"
 
 
+class DeadLetter(models.Model):
+    """A request that died of us. `payload` and `answer` are JSON as text: texts of callers may hold any character.
+
+    `payload` is what a retry needs, the prompt included; it is forgotten when a retry has finished or the letter is
+    discarded, and it is empty for a request that was too large to be kept.
+    """
+
+    class Cause(models.TextChoices):
+        WAITED_TOO_LONG = "waited_too_long", "waited too long"
+        CRASHED_ENGINE_TWICE = "crashed_engine_twice", "engines died under it twice"
+        NOT_RESUMABLE = "not_resumable", "could not go on after an engine's death"
+
+    class State(models.TextChoices):
+        OPEN = "open"
+        RETRIED = "retried"
+        DISCARDED = "discarded"
+
+    request_id = models.CharField(max_length=64, db_index=True)
+    tenant_id = models.CharField(max_length=32)
+    tenant_slug = models.CharField(max_length=64)
+    key_id = models.CharField(max_length=32)
+    tier = models.CharField(max_length=64)
+    model = models.CharField(max_length=200)
+    cause = models.CharField(max_length=32, choices=Cause.choices)
+    message = models.TextField(default="", blank=True)
+    submitted_at = models.DateTimeField()
+    died_at = models.DateTimeField()
+    payload = models.TextField(default="", blank=True)
+    state = models.CharField(max_length=16, choices=State.choices, default=State.OPEN)
+    retried_as = models.CharField(max_length=64, default="", blank=True)
+    answer = models.TextField(default="", blank=True)
+
+    class Meta:
+        ordering = ["-id"]
+        indexes = [models.Index(fields=["cause", "id"], name="dead_letter_cause")]
+
+    def __str__(self) -> str:
+        return f"{self.request_id} {self.cause}"
+
+
 class SchedulerProcess(models.Model):
     """The owner of a set of pools. A higher epoch of the same name has taken over: see `scheduler/ownership.py`."""
 

@@ -49,6 +49,7 @@ class UsageRow:
     batch_size: float = 0.0
     attained: bool | None = None
     miss_reason: str = ""
+    engine_seconds: float = 0.0
     policy_version: int = 0
     price_id: int | None = None
     charge: Decimal | None = None

@@ -9,6 +9,8 @@ from django.http import Http404, HttpResponse
 from rest_framework import exceptions
 
 from harness_web.openai.errors import ApiError, envelope, error_headers
+from scheduler.api.errors import Conflict
+from scheduler.gateway import GatewayUnavailable
 
 log = structlog.get_logger(__name__)
 
@@ -20,6 +22,8 @@ REASONS: dict[type[Exception], str] = {
     exceptions.ParseError: "invalid_json",
     exceptions.UnsupportedMediaType: "unsupported_media_type",
     exceptions.ValidationError: "invalid_value",
+    Conflict: "conflict",
+    GatewayUnavailable: "scheduler_lost",
 }
 
 

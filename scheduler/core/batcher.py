@@ -5,9 +5,15 @@ A policy may be unfair; it cannot be unsafe, because whatever it ranks first mus
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from scheduler.core.types import PoolCapacity, Reason, Request
+from scheduler.core.kv_forecast import peak
+from scheduler.core.types import PoolCapacity, Reason, Request, TierSpec
+
+Lengths = Callable[[Request, int], int]  # request, produced -> tokens that it will have produced in the end
+RECHECK_TOKENS = 32  # a running request's expected length is asked anew after this many tokens, or a quarter more
 
 
 @dataclass(slots=True)
@@ -15,8 +21,19 @@ class InFlight:
     """A dispatched request and the KV blocks it is known to hold."""
 
     request: Request
-    tokens: int  # produced so far
-    blocks: int
+    dispatched: float
+    tokens: int = 0  # produced so far
+    blocks: int = 0
+    first_token: float | None = None
+    expected: int = 0  # tokens that it will have produced in the end, as of `recheck`
+    recheck: int = 0  # tokens at which `expected` is old
+
+    def remaining(self, lengths: Lengths) -> int:
+        """Tokens still to come. Asking for lengths is costly, so that an answer is kept for a while."""
+        if self.tokens >= self.recheck or self.tokens >= self.expected:
+            self.expected = lengths(self.request, self.tokens)
+            self.recheck = self.tokens + max(RECHECK_TOKENS, self.tokens // 4)
+        return max(self.expected - self.tokens, 0)
 
 
 class Batcher:
@@ -26,7 +43,13 @@ class Batcher:
         self._capacity = capacity
         self._max_batch = max_batch
         self._running: dict[str, InFlight] = {}
+        self._per_tier: Counter[str] = Counter()
         self._blocks = 0
+        self._worst = 0  # blocks if everything produced all it may
+        self._context = 0
+        self._forecast: list[tuple[int, int]] | None = None  # what runs, as `peak` takes it; None: to be made anew
+        self._refused: list[tuple[float, int, int]] = []  # limit, tokens, blocks of what this forecast had no room for
+        self.decoding = 0
 
     @property
     def capacity(self) -> PoolCapacity:
@@ -44,20 +67,37 @@ class Batcher:
         """KV blocks held by what runs."""
         return self._blocks
 
+    @property
+    def context(self) -> int:
+        """KV tokens of what decodes."""
+        return self._context
+
     def __len__(self) -> int:
         return len(self._running)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._running
+
+    def get(self, request_id: str) -> InFlight | None:
+        return self._running.get(request_id)
 
     def running(self) -> list[InFlight]:
         return list(self._running.values())
 
+    def count(self, tier: str) -> int:
+        """Running requests of a tier."""
+        return self._per_tier[tier]
+
     def resize(self, capacity: PoolCapacity, max_batch: int | None) -> None:
         """New bounds. What runs keeps running, also above a lowered cap; nothing enters until it fits again."""
+        self._forecast = None
         self._capacity = capacity
         self._max_batch = max_batch
-        self._blocks = 0
+        self._blocks = self._worst = 0
         for flight in self._running.values():
             flight.blocks = capacity.blocks(flight.request.prompt_tokens + max(flight.tokens, 1))
             self._blocks += flight.blocks
+            self._worst += capacity.blocks(flight.request.worst_case_tokens)
 
     def never_fits(self, request: Request) -> Reason | None:
         """Why the request could not run even on an empty engine; None if it could."""
@@ -75,27 +115,81 @@ class Batcher:
             return Reason.KV_FULL
         return None
 
-    def enter(self, request: Request) -> None:
-        """The request takes a slot and the blocks of its prompt and first token."""
-        blocks = self._first_blocks(request)
-        self._running[request.id] = InFlight(request, 0, blocks)
-        self._blocks += blocks
+    def reserved_against(self, tier: TierSpec, better: list[TierSpec]) -> Reason | None:
+        """Whether the free slots are kept for `better` tiers: their reservation less what they use of it."""
+        kept = sum(one.reserved_slots for one in better) * self.cap - sum(self._per_tier[one.name] for one in better)
+        if len(self._running) + 1 > self.cap - max(int(kept), 0):
+            return Reason.SLOTS_RESERVED
+        return None
 
-    def progress(self, request_id: str, tokens: int) -> None:
-        """The request has produced `tokens` so far; unknown ids (just ended) are ignored."""
+    def forecast(self, request: Request, headroom: float, lengths: Lengths) -> Reason | None:
+        """Whether memory at its future peak leaves `headroom` free with the request added; alone it may have all."""
+        if not self._running:
+            return None
+        limit = (1 - headroom) * self._capacity.total_blocks
+        blocks = self._capacity.blocks
+        if self._worst + blocks(request.worst_case_tokens) <= limit:
+            return None  # even the worst case fits: no need to look at each request
+        asked = (limit, lengths(request, 0), self._first_blocks(request))
+        flights = self._flights(lengths)
+        if any(asked[0] <= one[0] and asked[1] >= one[1] and asked[2] >= one[2] for one in self._refused):
+            return Reason.KV_FULL  # a smaller one has just been refused a larger part
+        if peak([*flights, asked[1:]], self._capacity.block_size) <= limit:
+            return None
+        self._refused.append(asked)
+        return Reason.KV_FULL
+
+    def peak_share(self, lengths: Lengths) -> float:
+        """The future peak of what runs, as a share of the pool."""
+        return peak(self._flights(lengths), self._capacity.block_size) / max(self._capacity.total_blocks, 1)
+
+    def enter(self, request: Request, now: float) -> None:
+        """The request takes a slot and the blocks of its prompt and first token."""
+        self._forecast = None
+        blocks = self._first_blocks(request)
+        self._running[request.id] = InFlight(request, now, blocks=blocks)
+        self._per_tier[request.tier] += 1
+        self._blocks += blocks
+        self._worst += self._capacity.blocks(request.worst_case_tokens)
+
+    def progress(self, request_id: str, tokens: int, now: float) -> bool:
+        """The request has produced `tokens` so far. True at its first token; unknown ids (just ended) are ignored."""
         flight = self._running.get(request_id)
         if flight is None or tokens <= flight.tokens:
-            return
+            return False
+        self._forecast = None
+        first = flight.first_token is None
+        if first:
+            flight.first_token = now
+            self.decoding += 1
+            self._context += flight.request.prompt_tokens
+        self._context += tokens - flight.tokens
         flight.tokens = tokens
         blocks = self._capacity.blocks(flight.request.prompt_tokens + tokens)
         self._blocks += blocks - flight.blocks
         flight.blocks = blocks
+        return first
 
     def leave(self, request_id: str) -> InFlight:
         """The request gives back what it holds. Raises KeyError if it does not run."""
+        self._forecast = None
         flight = self._running.pop(request_id)
+        self._per_tier[flight.request.tier] -= 1
         self._blocks -= flight.blocks
+        self._worst -= self._capacity.blocks(flight.request.worst_case_tokens)
+        if flight.first_token is not None:
+            self.decoding -= 1
+            self._context -= flight.request.prompt_tokens + flight.tokens
         return flight
+
+    def _flights(self, lengths: Lengths) -> list[tuple[int, int]]:
+        # One decision asks for several candidates; sorted once, so that sorting again with one more is nearly free.
+        if self._forecast is None:
+            self._refused.clear()
+            self._forecast = sorted(
+                ((one.remaining(lengths), one.blocks) for one in self._running.values()), reverse=True
+            )
+        return self._forecast
 
     def _first_blocks(self, request: Request) -> int:
         return self._capacity.blocks(request.prompt_tokens + 1)

@@ -1,7 +1,8 @@
 """The states of a request inside a pool, and the only moves between them.
 
     arrive ──► QUEUED ──► RUNNING ──► (gone)
-                 │                      finished · aborted · failed
+                 │  ▲        │          finished · aborted · failed
+                 │  └────────┘ evicted
                  └──► (gone) expired · cancelled · drained
 
 A request that has ended is forgotten at once: memory is bounded by what is alive, and a second end of the same request
@@ -44,6 +45,11 @@ class Lifecycle:
         """A queued request was given to the engine."""
         self._expect(request_id, State.QUEUED, "run")
         self._states[request_id] = State.RUNNING
+
+    def requeued(self, request_id: str) -> None:
+        """A running request was evicted and waits again."""
+        self._expect(request_id, State.RUNNING, "requeue")
+        self._states[request_id] = State.QUEUED
 
     def left_queue(self, request_id: str) -> None:
         """A queued request ends without having run."""

@@ -15,6 +15,7 @@ class Lane(StrEnum):
 
     SHORT = "short"
     LONG = "long"
+    LATE = "late"  # can no longer meet its deadline and is served all the same
 
 
 class OnInfeasible(StrEnum):
@@ -55,18 +56,33 @@ class Reason(StrEnum):
     ENGINE_NOT_READY = "engine_not_ready"
     DRAINING = "draining"
     SPOOL_UNAVAILABLE = "spool_unavailable"
+    DEADLINE_INFEASIBLE = "deadline_infeasible"
+    DEGRADED = "degraded"
     # left the queue without running
     QUEUE_TIMEOUT = "queue_timeout"
     CLIENT_GONE = "client_gone"
     # why a head was not dispatched in a round
     SLOTS_FULL = "slots_full"
+    SLOTS_RESERVED = "slots_reserved"
     KV_FULL = "kv_full"
     WAIT_WINDOW = "wait_window"
+    BATCH_RUNNING = "batch_running"  # the next batch begins when this one has ended
+    BATCH_CLOSED = "batch_closed"  # the batch of this decision takes no more
+    PREFILL_BUDGET = "prefill_budget"
+    STREAM_PACE = "stream_pace"
+    LONG_LANE = "long_lane"
+    RESERVATION = "reservation"
     RANKED_BEHIND = "ranked_behind"
     # why a request was dispatched
     ARRIVAL_ORDER = "arrival_order"
     RANK_ORDER = "rank_order"
-    # how a running request ended other than by itself
+    DEADLINE_ORDER = "deadline_order"
+    FLOOR_GUARD = "floor_guard"
+    URGENT = "urgent"
+    FAIR_TURN = "fair_turn"
+    LATE_TURN = "late_turn"
+    # why a running request left the engine other than by itself
+    PREEMPTED = "preempted"  # for a better rank; it goes on later
     ENGINE_FAILED = "engine_failed"
     REQUEST_FAILED = "request_failed"
     SHUTDOWN = "shutdown"
@@ -129,7 +145,7 @@ class PolicyConfig:
     version: int = 0
     name: str = "continuous"
     max_batch: int | None = None  # in-flight cap; None = the engine's max_seqs
-    max_wait_ms: float = 0.0  # how long an idle engine may wait for company
+    max_wait_ms: float = 0.0  # how long an idle engine may wait for company; 0 = the policy's own time
     step_tokens: int | None = None
 
 
@@ -148,6 +164,8 @@ class Request:
     queue_deadline: float  # instant at which waiting ends with QUEUE_TIMEOUT
     lane: Lane = Lane.SHORT
     attempt: int = 1
+    resumable: bool = False  # it may be taken out of the engine and continued later
+    evictions: int = 0  # how often that has happened; a request that was is not refused any more
 
     @property
     def worst_case_tokens(self) -> int:
@@ -185,6 +203,7 @@ class Expire:
 
     request: Request
     reason: Reason
+    retry_after: float | None = None  # seconds; None = no advice
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +214,15 @@ class Hold:
     reason: Reason
 
 
-Decision = Dispatch | Expire | Hold
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """Take a running request out of the engine for `beneficiary`; once it has left, call `Planner.evicted`."""
+
+    request: Request
+    beneficiary: Request
+
+
+Decision = Dispatch | Expire | Hold | Preempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +246,9 @@ class StepReport:
     waiting: int
     kv_usage: float
     preemptions: int = 0
+    decode_context: int = 0  # KV tokens of the decoding sequences
+    steps: int = 1  # a replay reports a run of like steps as one
+    padded_tokens: int = 0  # computed for nothing: padding, and rows of a static batch that have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,4 +275,5 @@ class PoolSnapshot:
     tiers: dict[str, TierSnapshot] = field(default_factory=dict)
     in_flight: int = 0
     cap: int = 0
+    level: int = 0  # of degradation
     kv_reserved: float = 0.0

@@ -13,8 +13,21 @@ from scheduler.engines.base import Engine, EngineStartError, StepListener
 # name -> module; each module has `create(model, options, clock, on_step, data_dir)`.
 ENGINES = {
     "simulated": "scheduler.engines.simulated",
+    "transformers": "scheduler.engines.transformers",
     "vllm": "scheduler.engines.vllm",
 }
+
+
+# The engines whose steps have a size, and the names of that option.
+STEP_OPTIONS = {"simulated": ("step_tokens",), "vllm": ("step_tokens", "max_num_batched_tokens")}
+
+
+def with_step_tokens(engine: str, options: Mapping[str, Any], step_tokens: int | None) -> Mapping[str, Any]:
+    """The options of a deployment; the size of a step is the policy's where the deployment names none."""
+    names = STEP_OPTIONS.get(engine)
+    if step_tokens is None or names is None or any(name in options for name in names):
+        return options
+    return {**options, names[0]: step_tokens}
 
 
 def create_engine(

@@ -7,8 +7,10 @@
                                      Finished; unknown ids are ignored
     aclose()                         idempotent; no process or file is left behind
 
-An engine knows no tenants and no tiers. Closing the `generate` iterator early is an abort. One contract test
-(`tests/engines/contract.py`) runs over every engine.
+An engine knows no tenants and no tiers. Closing the `generate` iterator early is an abort. If `EngineLimits.resumes`,
+an answer that was cut short can go on (`EngineRequest.produced`), under the same id and as soon as the iterator is
+closed, also on another engine that was built from the same options. One contract test (`tests/engines/contract.py`)
+runs over every engine.
 
 Errors:
 
@@ -22,7 +24,7 @@ Errors:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -71,11 +73,15 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the started engine can hold, and the operating-system processes that belong to it."""
+    """What the started engine can hold, and the operating-system processes that belong to it.
+
+    `resumes`: its deltas carry token ids, and it takes `EngineRequest.produced`.
+    """
 
     capacity: PoolCapacity
     vocab_size: int
     pids: tuple[int, ...] = ()
+    resumes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +112,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt ready for the engine. `payload` belongs to the engine that made it; `room`: tokens left for output."""
+    """A prompt ready for the engine. `room`: tokens left for output.
+
+    `payload` belongs to the engine that made it, or to one that was built from the same options after it.
+    """
 
     prompt_tokens: int
     room: int
@@ -115,7 +124,11 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What `generate` gets. `sampling.max_tokens` is set. `priority`: smaller first. `arrival`: monotonic seconds."""
+    """What `generate` gets. `sampling.max_tokens` is set. `priority`: smaller first. `arrival`: monotonic seconds.
+
+    `produced`: the tokens that an earlier run of the request has delivered. The answer goes on after them; all counts
+    (`max_tokens`, `Delta.tokens`, `Finished`) are those of the whole answer, as if it had not been interrupted.
+    """
 
     id: str
     rendered: Rendered
@@ -124,14 +137,21 @@ class EngineRequest:
     arrival: float
     cache_salt: str | None = None
     simulate: Mapping[str, Any] | None = None
+    produced: Sequence[int] = ()
 
 
 @dataclass(slots=True)
 class Delta:
-    """New text of one step. `tokens`: how many tokens this request has produced so far (cumulative, exact)."""
+    """New text of one step. `tokens`: how many tokens this request has produced so far (cumulative, exact).
+
+    `token_ids`: the new tokens. `cached_tokens`: those of the prompt that were not computed anew. A text that is empty
+    may hold back the beginning of a character: an answer cannot go on from there.
+    """
 
     text: str
     tokens: int
+    token_ids: Sequence[int] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -166,7 +166,7 @@ class VllmEngine:
             names = {theirs: ours for ours, theirs in ALIASES.items()}
             raise explain(error, await asyncio.to_thread(self._log.text), names) from error
         self._started = True
-        return EngineLimits(self._capacity(), self._llm.model_config.get_vocab_size(), self._pids)
+        return EngineLimits(self._capacity(), self._llm.model_config.get_vocab_size(), self._pids, resumes=True)
 
     async def render(self, prompt: ChatPrompt, sampling: Sampling) -> Rendered:
         llm = self._alive()
@@ -188,11 +188,11 @@ class VllmEngine:
         llm = self._alive()
         stream = llm.generate(
             self._engine_input(request),
-            self._sampling_params(request.sampling),
+            self._sampling_params(request.sampling, len(request.produced)),
             request.id,
             priority=request.priority,
         )
-        tokens = cached = 0
+        tokens, cached = len(request.produced), 0
         over = False
         try:
             async for output in stream:
@@ -201,10 +201,11 @@ class VllmEngine:
                 cached = output.num_cached_tokens or cached
                 over = output.finished
                 if step.token_ids:
-                    yield Delta(step.text, tokens)
+                    yield Delta(step.text, tokens, step.token_ids, cached)
                 if over and (reason := _finish_reason(step)) is not None:
                     text = "" if step.token_ids else step.text
-                    yield Finished(reason, len(output.prompt_token_ids), tokens, cached, text)
+                    prompt = len(output.prompt_token_ids) - len(request.produced)
+                    yield Finished(reason, prompt, tokens, cached, text)
         except self._api.DeadError as error:
             over = True
             raise EngineDeadError("The engine has died.") from error
@@ -323,18 +324,26 @@ class VllmEngine:
         return dict(engine_input)
 
     def _engine_input(self, request: EngineRequest) -> dict[str, Any]:
-        """The rendered prompt with what belongs to this request: a wall-clock arrival and a cache of its own."""
+        """The rendered prompt with what belongs to this request: a wall-clock arrival and a cache of its own.
+
+        What an earlier run has produced is prompt to vLLM; only the answer's counts and text must know better.
+        """
         waited = self._clock.now() - request.arrival
         engine_input = {**request.rendered.payload, "arrival_time": time.time() - waited}
+        if request.produced:
+            engine_input["prompt_token_ids"] = [*engine_input["prompt_token_ids"], *request.produced]
         if request.cache_salt:
             engine_input["cache_salt"] = request.cache_salt
         return engine_input
 
-    def _sampling_params(self, sampling: Sampling) -> Any:
-        """vLLM's sampling; what the request leaves open is the model's own default. Raises vLLM's ClientError."""
+    def _sampling_params(self, sampling: Sampling, produced: int = 0) -> Any:
+        """vLLM's sampling; what the request leaves open is the model's own default. Raises vLLM's ClientError.
+
+        `produced`: tokens of the answer that are there already.
+        """
         defaults = self._defaults
         return self._api.SamplingParams.from_optional(
-            max_tokens=sampling.max_tokens or 1,
+            max_tokens=(sampling.max_tokens or 1) - produced,
             temperature=defaults.get("temperature", 1.0) if sampling.temperature is None else sampling.temperature,
             top_p=defaults.get("top_p", 1.0) if sampling.top_p is None else sampling.top_p,
             top_k=defaults.get("top_k", 0),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from scheduler.engines.base import EngineStartError
+from scheduler.engines.model_folder import find_model
 
 GIB = 1024**3
 
@@ -66,7 +67,7 @@ def engine_arguments(
         arguments[name] = _kv_bytes(value) if option == "kv_space_gib" else value
     if "model" not in seen:
         raise EngineStartError("The deployment names no model.", hint="Give the folder of one in the option `path`.")
-    arguments["model"] = _model(arguments["model"], data_dir, must_exist="path" in options)
+    arguments["model"] = find_model(arguments["model"], data_dir, must_exist="path" in options)
     return arguments
 
 
@@ -86,24 +87,3 @@ def _kv_bytes(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise EngineStartError(f"Option 'kv_space_gib' is refused: {value!r} is not a number of GiB above 0.")
     return int(value * GIB)
-
-
-def _model(value: Any, data_dir: Path, *, must_exist: bool) -> str:
-    """The folder that is meant, or the name of a model in the local cache of models."""
-    if not isinstance(value, str) or not value:
-        raise EngineStartError(f"The model {value!r} is refused: it must be a folder or a name.")
-    places = list(_places(value, data_dir))
-    for place in places:
-        if place.is_dir():
-            return str(place)
-    if must_exist or value.startswith(("/", ".", "~")):
-        looked = ", ".join(dict.fromkeys(str(place) for place in places))
-        raise EngineStartError(f"There is no model folder {value!r}.", hint=f"Looked for {looked}.")
-    return value
-
-
-def _places(value: str, data_dir: Path) -> Iterator[Path]:
-    """Where a relative folder may be: here, in the data directory, beside it (as in `var/models/…`)."""
-    path = Path(value).expanduser()
-    for base in (Path.cwd(), data_dir, data_dir.parent):
-        yield base / path

@@ -163,7 +163,7 @@ class Events(Message, tag=10):
 
 
 class Ask(Message, tag=11):
-    """A question to the scheduler process: `what` is queue_status | simulated_request | metrics."""
+    """A question to the scheduler process; `worker/runtime.py` has the list of what can be asked."""
 
     id: str
     what: str

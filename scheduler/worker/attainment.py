@@ -18,6 +18,8 @@ OUR_REASONS = frozenset(
         Reason.DRAINING,
         Reason.SPOOL_UNAVAILABLE,
         Reason.QUEUE_TIMEOUT,
+        Reason.DEADLINE_INFEASIBLE,
+        Reason.DEGRADED,
     }
 )
 
@@ -52,7 +54,7 @@ def judge_cancelled(flight: Flight, now: float) -> tuple[bool | None, str]:
         return not missed, missed
     if flight.deadline is None or now <= flight.deadline:
         return None, ""
-    return False, str(flight.abort_reason)
+    return False, str(Reason.CLIENT_GONE)
 
 
 def _last_token_bound(flight: Flight, tier: TierSpec) -> float:

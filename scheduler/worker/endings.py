@@ -16,7 +16,8 @@ import structlog
 
 from scheduler.clock import Clock
 from scheduler.core.admission import Admission
-from scheduler.core.types import Outcome, Reason, Refusal
+from scheduler.core.trace import TraceRecorder
+from scheduler.core.types import Reason, Refusal
 from scheduler.engines.base import Finished, PromptError
 from scheduler.wire import messages
 from scheduler.worker.attainment import OUR_REASONS, judge_cancelled, miss
@@ -39,6 +40,7 @@ class Endings:
         settlement: Settlement,
         outbox: Outbox,
         statistics: Statistics,
+        traces: TraceRecorder,
         epoch: int,
     ) -> None:
         self._clock = clock
@@ -46,6 +48,7 @@ class Endings:
         self._settlement = settlement
         self._outbox = outbox
         self._statistics = statistics
+        self._traces = traces
         self._epoch = epoch
 
     def refused(self, flight: Flight, refusal: Refusal, *, param: str | None = None) -> None:
@@ -59,6 +62,7 @@ class Endings:
         self._leave(flight, answer)
         attained = False if refusal.reason in OUR_REASONS else None
         self._statistics.refused(flight, refusal.reason, attained, now)
+        self._traces.ended(flight.id, "refused", str(refusal.reason), 0, now)
         log.info("refused", request_id=flight.id, tier=flight.tier_name, reason=str(refusal.reason))
 
     def cancelled_before_dispatch(self, flight: Flight) -> None:
@@ -70,6 +74,7 @@ class Endings:
         self._leave(flight, None)
         attained, _ = judge_cancelled(flight, now)
         self._statistics.refused(flight, Reason.CLIENT_GONE, attained, now)
+        self._traces.ended(flight.id, "cancelled", str(Reason.CLIENT_GONE), 0, now)
         log.info("cancelled while waiting", request_id=flight.id, tier=flight.tier_name)
 
     def finished(self, flight: Flight, finished: Finished) -> None:
@@ -81,7 +86,9 @@ class Endings:
         if completion > flight.tokens or flight.first_token is None:  # the end carries the last tokens
             self._statistics.delivered(flight, completion - flight.tokens, now)
             flight.advance(completion, now)
-        cached = min(max(finished.cached_tokens, 0), flight.prompt_tokens)
+        # Of an answer in several runs the first one says what its prompt found cached; the others found their own work.
+        reported = finished.cached_tokens if flight.runs == 1 else flight.cached
+        cached = min(max(reported, 0), flight.prompt_tokens)
         missed = miss(flight, now)
         self._bill(flight, now, "finished", str(finished.reason), None, cached, not missed, missed)
         batch = self._batch_info(flight, now)
@@ -108,11 +115,11 @@ class Endings:
         self._leave(flight, messages.Refused(flight.id, str(reason), str(error), error.param))
 
     def aborted(self, flight: Flight) -> None:
-        """It was stopped for `flight.abort_reason`; a caller that is still there is told so."""
+        """It was stopped for `flight.stop_reason`; a caller that is still there is told so."""
         if flight.phase is Phase.ENDED:
             return
         now = self._clock.now()
-        reason = flight.abort_reason
+        reason = flight.stop_reason or Reason.CLIENT_GONE
         if reason is Reason.CLIENT_GONE:
             attained, missed = judge_cancelled(flight, now)
             self._bill(flight, now, "aborted", "", reason, 0, attained, missed)
@@ -163,7 +170,7 @@ class Endings:
         """Slot, reservation, usage row, statistics of a request that was dispatched."""
         pool = flight.pool
         assert pool is not None
-        pool.left_engine(flight, Outcome(flight.tokens, reason), now)
+        pool.ended(flight, reason, now)
         self._admission.settle(flight.id, flight.prompt_tokens + flight.tokens, now)
         ending = Ending(
             intent=self.intent(flight),
@@ -178,10 +185,12 @@ class Endings:
             batch_size=pool.tally.mean_since(flight.steps_before),
             attained=attained,
             miss_reason=missed,
+            engine_seconds=flight.engine_seconds,
         )
         self._settlement.ended(flight, ending)
         self._outbox.touch()
         self._statistics.ended(flight, status, attained, now)
+        self._traces.ended(flight.id, status, ending.reason, flight.tokens, now)
         log.info(
             "ended",
             request_id=flight.id,

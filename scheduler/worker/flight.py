@@ -1,9 +1,11 @@
 """One request inside the scheduler process, from Submit to its end.
 
     RENDERING ──► QUEUED ──► RUNNING ──► ENDED         any state may go to ENDED; nothing leaves it
+                     ▲          │
+                     └──────────┘ preempted, or its engine died: it goes on later
 
-What a phase implies: QUEUED and RUNNING hold a reservation in `Admission` and are known to the pool's planner; RUNNING
-has an open intent in the spool. `endings.py` is the only code that moves a flight to ENDED.
+What a phase implies: QUEUED and RUNNING hold a reservation in `Admission` and are known to the pool's planner; from the
+first dispatch on it has an open intent in the spool. `endings.py` is the only code that moves a flight to ENDED.
 """
 
 from __future__ import annotations
@@ -73,16 +75,27 @@ class Flight:
     max_tokens: int = 0
     task: asyncio.Task[None] | None = None  # what to cancel: the intake's, then the run's
     # from dispatch on
-    dispatch: Dispatch | None = None
+    dispatch: Dispatch | None = None  # the first one: its batch is the request's
     dispatched: float = 0.0
+    engine_priority: int = 0  # of the present run
     serial: int = 0  # of its intent; 0 = none
     policy_version: int = 0
     price: int | None = None
     steps_before: StepTally = field(default_factory=StepTally)
-    abort_reason: Reason = Reason.CLIENT_GONE
+    stop_reason: Reason | None = None  # why the present run was told to stop
     tokens: int = 0
+    cached: int = 0  # prompt tokens that the first run did not compute
     first_token: float | None = None
     last_token: float | None = None
+    engine_seconds: float = 0.0  # engine time of the runs that are over
+    # for going on after a run that was cut short
+    resumable: bool = False
+    produced: list[int] = field(default_factory=list)  # ids of all tokens, if it is resumable
+    whole: bool = True  # the last text held nothing back
+    preempting: bool = False  # it is to leave the engine as soon as its text is whole
+    runs: int = 0
+    deaths: int = 0  # engines that died under it
+    tokens_before: int = 0  # delivered before the present run
 
     @property
     def id(self) -> str:
@@ -96,6 +109,29 @@ class Flight:
     @property
     def prompt_tokens(self) -> int:
         return self.rendered.prompt_tokens if self.rendered is not None else 0
+
+    @property
+    def run_tokens(self) -> int:
+        """What the present run has delivered."""
+        return self.tokens - self.tokens_before
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another run can take up where this one stopped, without a token repeated or lost."""
+        if not self.tokens:
+            return True
+        return self.resumable and self.whole and len(self.produced) == self.tokens < self.max_tokens
+
+    def stop(self, reason: Reason) -> None:
+        """End the present run. It is cancelled once; a reason to end for good replaces PREEMPTED, never another."""
+        cancelled, self.stop_reason = self.stop_reason is not None, self.stronger(reason)
+        if not cancelled and self.task is not None:
+            self.task.cancel()
+
+    def stronger(self, reason: Reason) -> Reason:
+        """Of the reason that the run has and a new one, the one that counts."""
+        old = self.stop_reason
+        return reason if old is None or old is Reason.PREEMPTED else old
 
     def advance(self, tokens: int, now: float) -> None:
         """`tokens` have been delivered to this process so far."""

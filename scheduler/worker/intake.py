@@ -17,9 +17,10 @@ from scheduler.engines.base import ChatPrompt, EngineDeadError, PromptError, Pro
 from scheduler.wire import messages
 from scheduler.worker.flight import Flight, Phase
 from scheduler.worker.outbox import Session
-from scheduler.worker.pool import Pool, spool_refusal
-from scheduler.worker.runs import sampling_of
+from scheduler.worker.pool import Pool
+from scheduler.worker.runs import is_resumable, sampling_of
 from scheduler.worker.services import Services
+from scheduler.worker.work import spool_refusal
 
 log = structlog.get_logger(__name__)
 
@@ -68,6 +69,9 @@ class Intake:
             log.error("request id in use", request_id=submit.id)  # a fault of the peer: the first one keeps it
             return
         session.flights[submit.id] = flight
+        self._services.traces.opened(
+            submit.id, submit.caller.tenant, submit.caller.tier, submit.model, flight.arrival, flight.arrived_at
+        )
         flight.task = asyncio.create_task(self._run(flight), name=f"intake-{submit.id}")
         self._tasks.add(flight.task)
         flight.task.add_done_callback(self._tasks.discard)
@@ -117,7 +121,7 @@ class Intake:
         self._check_early(flight, pool, tier)
         flight.rendered = await self._render(flight, pool, tier)
         flight.max_tokens = self._output_bound(flight, tier, flight.rendered)
-        request = self._request(flight, tier)
+        request = self._request(flight, pool, tier)
         self._reserve(flight, request)
         self._enqueue(flight, pool, request)
         self._accept(flight)
@@ -202,8 +206,9 @@ class Intake:
             raise RefusedError(Refusal(Reason.LIMIT_TOO_LARGE, message), "max_tokens")
         return min(rendered.room, tier.max_tokens) if asked is None else asked
 
-    def _request(self, flight: Flight, tier: TierSpec) -> Request:
+    def _request(self, flight: Flight, pool: Pool, tier: TierSpec) -> Request:
         submit = flight.submit
+        assert pool.limits is not None  # it is ready
         flight.deadline = tier.deadline(flight.arrival, submit.stream, flight.max_tokens, flight.slo)
         patience = min(submit.queue_timeout or DEFAULT_QUEUE_TIMEOUT, tier.queue_max_wait)
         return Request(
@@ -217,6 +222,7 @@ class Intake:
             deadline=flight.deadline,
             queue_deadline=flight.arrival + patience,
             attempt=submit.attempt,
+            resumable=pool.limits.resumes and is_resumable(submit),
         )
 
     def _reserve(self, flight: Flight, request: Request) -> None:

@@ -81,6 +81,7 @@ def usage_row(ending: Ending, prices: Mapping[int, Price]) -> UsageRow:
         batch_size=ending.batch_size,
         attained=ending.attained,
         miss_reason=ending.miss_reason,
+        engine_seconds=ending.engine_seconds,
         policy_version=intent.policy_version,
         price_id=None if price is None else price.pk,
         charge=None if price is None else _charge(price, ending),

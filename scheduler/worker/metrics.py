@@ -41,11 +41,23 @@ class Metrics:
         self.queue_wait = histogram("queue_wait", "Arrival to dispatch", SECONDS, "tier")
         self.step = histogram("engine_step", "Duration of an engine step", STEP_SECONDS, "model")
         self.decision = histogram("decision", "Duration of a scheduling decision", DECISION_SECONDS, "model")
+        self.holds = counter("holds", "Rounds in which the head of a queue was not dispatched", "tier", "reason")
+        self.preemptions = counter("preemptions", "Requests taken out of an engine for a better rank", "tier")
+        self.events = counter(
+            "scheduling_events", "Changes of policy, degradation level and batch cap", "model", "kind"
+        )
+        self.engine_deaths = counter("engine_deaths", "Engines that died or made no steps", "model")
+        self.engine_queue_alarms = counter(
+            "engine_queue_alarms",
+            "Times that an engine's own queue did not empty, so that nothing was dispatched",
+            "model",
+        )
         self._waiting = gauge("waiting_requests", "Requests in the queue", "tier")
         self._oldest = gauge("oldest_wait_seconds", "Age of the oldest request in the queue", "tier")
         self._running = gauge("running_requests", "Requests in an engine", "tier")
         self._kv = gauge("kv_usage_ratio", "Part of an engine's KV pool that is in use", "model")
         self._busy = gauge("engine_busy_ratio", "Part of the last 10 seconds in which the engine computed", "model")
+        self._engine_waiting = gauge("engine_waiting", "Requests in the engine's own queue", "model")
         self._state = gauge("engine_state", "1 for the state that an engine is in", "model", "state")
         self._policy = gauge("policy_version", "Version of the scheduling configuration in force")
         self._level = gauge("degradation_level", "Level of the degradation ladder")
@@ -53,7 +65,8 @@ class Metrics:
 
     def render(self, snapshot: Snapshot, backlog: int) -> str:
         """The text format, with gauges as of `snapshot`."""
-        for one in (self._waiting, self._oldest, self._running, self._kv, self._busy, self._state):
+        gauges = (self._waiting, self._oldest, self._running, self._kv, self._busy, self._engine_waiting, self._state)
+        for one in gauges:
             one.clear()  # what is gone must not stay as a frozen number
         for name, tier in snapshot.tiers.items():
             self._waiting.labels(name).set(tier.waiting)
@@ -62,6 +75,7 @@ class Metrics:
         for engine in snapshot.engines:
             self._kv.labels(engine.model).set(engine.kv_usage)
             self._busy.labels(engine.model).set(engine.busy)
+            self._engine_waiting.labels(engine.model).set(engine.waiting)
             for state in STATES:
                 self._state.labels(engine.model, state).set(1 if engine.state == state else 0)
         self._policy.set(snapshot.policy_version)

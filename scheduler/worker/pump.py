@@ -1,4 +1,4 @@
-"""The loop of one pool: wait, read the clock once, decide, act.
+"""The loop of one pool: wait, read the clock once, decide and act.
 
 Nothing here waits for a socket, a disk or an engine: dispatching starts a task, answering puts an event in the outbox.
 """
@@ -6,12 +6,12 @@ Nothing here waits for a socket, a disk or an engine: dispatching starts a task,
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from scheduler.clock import Clock
-from scheduler.core.planner import Planner
-from scheduler.core.types import Decision
+
+Decide = Callable[[float], float | None]
+"""Decides and acts as of an instant; answers the instant at which it must be asked again, if only time passes."""
 
 
 class Bell:
@@ -50,35 +50,18 @@ class Bell:
 
 
 class Pump:
-    """See the module text. `act` carries decisions out; `on_decision` gets the seconds that each one took."""
+    """See the module text."""
 
-    def __init__(
-        self,
-        planner: Planner,
-        clock: Clock,
-        act: Callable[[Sequence[Decision], float], None],
-        on_decision: Callable[[float], None],
-    ) -> None:
-        self.bell = Bell(clock)
-        self._planner = planner
+    def __init__(self, clock: Clock, bell: Bell, decide: Decide) -> None:
         self._clock = clock
-        self._act = act
-        self._on_decision = on_decision
+        self._bell = bell
+        self._decide = decide
 
     async def run(self) -> None:
         """Until cancelled."""
         try:
             while True:
-                await self.bell.wait()
-                now = self._clock.now()
-                decisions = self._decide(now)
-                self._act(decisions, now)
-                self.bell.ring_at(self._planner.next_wakeup(now))
+                await self._bell.wait()
+                self._bell.ring_at(self._decide(self._clock.now()))
         finally:
-            self.bell.silence()
-
-    def _decide(self, now: float) -> Sequence[Decision]:
-        started = time.perf_counter()
-        decisions = self._planner.decide(now)
-        self._on_decision(time.perf_counter() - started)
-        return decisions
+            self._bell.silence()

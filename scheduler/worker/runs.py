@@ -1,15 +1,14 @@
-"""Requests that are in the engine: one task each, from dispatch to its end."""
+"""Requests that are in the engine: one task each, from dispatch to the end of the run."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import cast
+from typing import Protocol, cast
 
 import structlog
 
-from scheduler.clock import Clock
 from scheduler.core.types import Reason
 from scheduler.engines.base import (
     Delta,
@@ -23,39 +22,35 @@ from scheduler.engines.base import (
     Sampling,
 )
 from scheduler.wire import messages
-from scheduler.worker.endings import Endings
-from scheduler.worker.flight import Flight
-from scheduler.worker.outbox import Outbox
-from scheduler.worker.settlement import Settlement
-from scheduler.worker.statistics import Statistics
+from scheduler.worker.flight import Flight, Phase
+from scheduler.worker.services import Services
 
 log = structlog.get_logger(__name__)
 
 
-class Runs:
-    """Carries events of one engine from `generate` to settlement, planner and outbox, and tells when it has died."""
+class RunOwner(Protocol):
+    """Who hears how runs go."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        clock: Clock,
-        settlement: Settlement,
-        outbox: Outbox,
-        endings: Endings,
-        statistics: Statistics,
-        cache_salt: Callable[[str], str],
-        on_progress: Callable[[Flight, float], None],
-        on_dead: Callable[[EngineDeadError], None],
-    ) -> None:
+    def progressed(self, flight: Flight, now: float) -> None:
+        """It has delivered tokens."""
+
+    def engine_died(self, error: EngineDeadError) -> None:
+        """A run has found the engine dead. Every run that does says so."""
+
+    def left(self, flight: Flight) -> None:
+        """A preempted flight is out of the engine."""
+
+    def stranded(self, flight: Flight) -> None:
+        """The engine of the flight is gone."""
+
+
+class Runs:
+    """Carries events of one engine from `generate` to settlement, owner and outbox, until the run has an end."""
+
+    def __init__(self, engine: Engine, services: Services, owner: RunOwner) -> None:
         self._engine = engine
-        self._clock = clock
-        self._settlement = settlement
-        self._outbox = outbox
-        self._endings = endings
-        self._statistics = statistics
-        self._cache_salt = cache_salt
-        self._on_progress = on_progress
-        self._on_dead = on_dead
+        self._services = services
+        self._owner = owner
         self._tasks: dict[asyncio.Task[None], Flight] = {}
 
     def start(self, flight: Flight) -> None:
@@ -71,31 +66,44 @@ class Runs:
 
     def stop(self, reason: Reason) -> None:
         """Abort all that run; `wait` then returns soon."""
-        for task, flight in self._tasks.items():
-            flight.abort_reason = reason
-            task.cancel()
+        for flight in self._tasks.values():
+            flight.stop(reason)
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        # A task that is cancelled before its first step never enters `_run`: its flight still gets its end.
-        self._endings.aborted(self._tasks.pop(task))
+        # A task that is cancelled before its first step never enters `_run`: its flight still gets its end. One that
+        # has ended its run may be running again by now, in another task.
+        flight = self._tasks.pop(task)
+        if flight.task is task and flight.phase is Phase.RUNNING:
+            self._stopped(flight)
 
     async def _run(self, flight: Flight) -> None:
+        endings = self._services.endings
         try:
             finished = await self._deliver(flight)
         except RequestFailedError as error:
-            self._endings.failed(flight, Reason.REQUEST_FAILED, str(error))
+            endings.failed(flight, Reason.REQUEST_FAILED, str(error))
         except PromptError as error:
-            self._endings.rejected(flight, error)
+            endings.rejected(flight, error)
         except EngineDeadError as error:
-            self._on_dead(error)
-            self._endings.failed(flight, Reason.ENGINE_FAILED, "The engine failed while it ran this request.")
+            self._owner.engine_died(error)
+            flight.stop_reason = flight.stronger(Reason.ENGINE_FAILED)
+            self._stopped(flight)
         except asyncio.CancelledError:
-            self._endings.aborted(flight)  # cancelled by us, on purpose: the task ends here
+            self._stopped(flight)  # cancelled by us, on purpose: the task ends here
         except Exception:  # the boundary of a request: a bug in an engine must not strand its caller
             log.exception("run failed", request_id=flight.id)
-            self._endings.failed(flight, Reason.REQUEST_FAILED, "The engine could not run this request.")
+            endings.failed(flight, Reason.REQUEST_FAILED, "The engine could not run this request.")
         else:
-            self._endings.finished(flight, finished)
+            endings.finished(flight, finished)
+
+    def _stopped(self, flight: Flight) -> None:
+        """The run was cut short."""
+        if flight.stop_reason is Reason.PREEMPTED:
+            self._owner.left(flight)
+        elif flight.stop_reason is Reason.ENGINE_FAILED:
+            self._owner.stranded(flight)
+        else:
+            self._services.endings.aborted(flight)
 
     async def _deliver(self, flight: Flight) -> Finished:
         """Pass text on as it comes; answers the end."""
@@ -109,24 +117,34 @@ class Runs:
         raise RequestFailedError("The engine ended the answer without saying why.")
 
     def _delta(self, flight: Flight, delta: Delta) -> None:
-        now = self._clock.now()
-        self._statistics.delivered(flight, delta.tokens - flight.tokens, now)
+        services = self._services
+        now = services.clock.now()
+        services.statistics.delivered(flight, delta.tokens - flight.tokens, now)
+        if flight.first_token is None:
+            flight.cached = delta.cached_tokens
+            services.traces.first_token(flight.id, now)
         flight.advance(delta.tokens, now)
-        self._settlement.moved(flight)
-        self._on_progress(flight, now)
-        self._outbox.put(flight.session, messages.Delta(flight.id, delta.text, delta.tokens))
+        flight.whole = bool(delta.text)
+        if flight.resumable:
+            flight.produced += delta.token_ids
+        services.settlement.moved(flight)
+        self._owner.progressed(flight, now)
+        services.outbox.put(flight.session, messages.Delta(flight.id, delta.text, delta.tokens))
+        if flight.preempting and flight.whole:
+            flight.stop(Reason.PREEMPTED)
 
     def _request(self, flight: Flight) -> EngineRequest:
-        assert flight.rendered is not None and flight.dispatch is not None
+        assert flight.rendered is not None
         return EngineRequest(
             id=flight.id,
             rendered=flight.rendered,
             sampling=sampling_of(flight.submit, flight.max_tokens),
-            priority=flight.dispatch.engine_priority,
+            priority=flight.engine_priority,
             arrival=flight.arrival,
             # Prefix caches are shared within a tenant only: timing must not tell one tenant what another asked.
-            cache_salt=self._cache_salt(flight.submit.caller.tenant),
+            cache_salt=self._services.cache_salt(flight.submit.caller.tenant),
             simulate=flight.submit.simulate,
+            produced=tuple(flight.produced),
         )
 
 
@@ -144,3 +162,14 @@ def sampling_of(submit: messages.Submit, max_tokens: int | None) -> Sampling:
         logit_bias=dict(spec.logit_bias),
         ignore_eos=spec.ignore_eos,
     )
+
+
+def is_resumable(submit: messages.Submit) -> bool:
+    """Whether the rest of an answer is independent of where it was cut.
+
+    Not so with a seed, with penalties over what was produced, with stop strings that may begin before the cut, and
+    with the faults of the simulated engine, which count tokens of one run.
+    """
+    spec, simulate = submit.sampling, submit.simulate or {}
+    history = spec.seed is not None or spec.presence_penalty or spec.frequency_penalty
+    return not (history or spec.stop or any(name.endswith("_at") for name in simulate))

@@ -24,7 +24,9 @@ import structlog
 from scheduler import engine_processes, ownership
 from scheduler.clock import Clock, RealClock
 from scheduler.core.admission import Admission
+from scheduler.core.trace import TraceRecorder
 from scheduler.core.types import Reason, Refusal
+from scheduler.dead_letters import RetryError
 from scheduler.engines import create_engine
 from scheduler.engines.simulated import read_record
 from scheduler.wire import messages
@@ -34,6 +36,7 @@ from scheduler.wire.transport import Address, SocketTransport, Transport
 from scheduler.worker.configuration import Configuration
 from scheduler.worker.conversation import Answerer, Conversation
 from scheduler.worker.database import Status, load_configuration
+from scheduler.worker.dead_letters import DeadLetters
 from scheduler.worker.endings import Endings
 from scheduler.worker.files import EpochFiles
 from scheduler.worker.housekeeping import Lease, StatusBoard, watch_engine_processes
@@ -51,6 +54,7 @@ from scheduler.worker.snapshots import Snapshot
 from scheduler.worker.spool import Spool
 from scheduler.worker.statistics import Statistics
 from scheduler.worker.telemetry import Telemetry
+from scheduler.worker.trace_document import trace_document
 from tenants.changes import Poller
 from tenants.database import DatabaseAway, DatabaseThread
 
@@ -159,7 +163,7 @@ class Runtime:
         files = EpochFiles(options.spool_dir, options.name, epoch)
         spool = Spool(files.spool, power_loss=options.power_loss)
         settlement = Settlement(spool, Journal(files.journal), self._ledger.store, clock, self._wall)
-        outbox, statistics = Outbox(settlement.commit), Statistics(Metrics())
+        outbox, statistics, traces = Outbox(settlement.commit), Statistics(Metrics()), TraceRecorder()
         self.services = Services(
             clock=clock,
             wall=self._wall,
@@ -171,8 +175,10 @@ class Runtime:
             admission=admission,
             settlement=settlement,
             outbox=outbox,
-            endings=Endings(clock, admission, settlement, outbox, statistics, epoch),
+            endings=Endings(clock, admission, settlement, outbox, statistics, traces, epoch),
             statistics=statistics,
+            traces=traces,
+            dead_letters=DeadLetters(clock, self._database),
             hurry=self._hurry,
         )
 
@@ -183,6 +189,8 @@ class Runtime:
             "queue_status": self._answer_queue_status,
             "metrics": self._answer_metrics,
             "simulated_request": self._answer_simulated_request,
+            "trace": self._answer_trace,
+            "retry_dead_letter": self._answer_retry,
         }
 
     async def _recover(self, epoch: int) -> None:
@@ -203,6 +211,7 @@ class Runtime:
         self._spawn("settlement", self.services.settlement.run())
         self._spawn("status", self._board.run())
         self._spawn("telemetry", self._telemetry.run())
+        self._spawn("dead-letters", self.services.dead_letters.run())
         processes = watch_engine_processes(self._options.run_dir, self._options.name, self._clock)
         self._spawn("engine-processes", processes)
 
@@ -275,6 +284,16 @@ class Runtime:
     async def _answer_simulated_request(self, args: Mapping[str, Any]) -> dict[str, Any] | None:
         return await asyncio.to_thread(read_record, self._options.data_dir, str(args.get("id", "")))
 
+    async def _answer_trace(self, args: Mapping[str, Any]) -> dict[str, Any] | None:
+        trace = self.services.traces.find(str(args.get("id", "")))
+        return None if trace is None else trace_document(trace, redacted=bool(args.get("redacted")))
+
+    async def _answer_retry(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return {"retried_as": await self.services.dead_letters.retry(int(args["id"]), self._intake.submit)}
+        except RetryError as error:
+            return {"refused": str(error)}
+
     def _info(self) -> dict[str, Any]:
         return {"epoch": self.services.epoch, "models": self._models()}
 
@@ -293,6 +312,7 @@ class Runtime:
             await self._cancel(name)
         await first(self.services.settlement.drain(), self._clock.sleep(LAST_DRAIN_SECONDS))
         await self._board.write()
+        await self.services.dead_letters.write()
         self.services.outbox.flush()
         await self._server.aclose()
         await self._poller.aclose()

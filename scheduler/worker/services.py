@@ -12,8 +12,10 @@ from typing import Any, Protocol
 
 from scheduler.clock import Clock
 from scheduler.core.admission import Admission
+from scheduler.core.trace import TraceRecorder
 from scheduler.engines.base import Engine, StepListener
 from scheduler.worker.configuration import Configuration
+from scheduler.worker.dead_letters import DeadLetters
 from scheduler.worker.endings import Endings
 from scheduler.worker.outbox import Outbox
 from scheduler.worker.settlement import Settlement
@@ -42,6 +44,8 @@ class Services:
     outbox: Outbox
     endings: Endings
     statistics: Statistics
+    traces: TraceRecorder
+    dead_letters: DeadLetters
     hurry: asyncio.Event  # set: drain no longer, stop now
     configuration: Configuration = field(default_factory=Configuration)
 

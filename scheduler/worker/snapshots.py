@@ -48,6 +48,16 @@ class GpuRow:
 
 
 @dataclass(frozen=True, slots=True)
+class EventRow:
+    """A change of policy, degradation level or batch cap, in a sentence. `at` is Unix time."""
+
+    at: float
+    model: str
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """`at` is Unix time; `seq` grows by one with each snapshot of an epoch."""
 
@@ -61,6 +71,7 @@ class Snapshot:
     tiers: dict[str, TierRow]
     engines: list[EngineRow]
     gpus: list[GpuRow]
+    events: list[EventRow]  # the last 20, oldest first
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

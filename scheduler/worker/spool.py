@@ -79,6 +79,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: float
     attained: bool | None
     miss_reason: str
+    engine_seconds: float = 0.0  # engine time that it was charged; 0 if nobody is left who knows
 
 
 _encode = msgspec.msgpack.Encoder().encode

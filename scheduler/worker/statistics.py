@@ -8,15 +8,19 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
+import structlog
 from prometheus_client import Counter
 
 from scheduler.core.types import Reason, StepReport
 from scheduler.worker.flight import Flight, sequences_in
 from scheduler.worker.metrics import Metrics
 
+log = structlog.get_logger(__name__)
+
 RATE_SECONDS = 5.0  # window of rates
 ATTAINMENT_SECONDS = 60.0
 BUSY_SECONDS = 10.0
+EVENTS_KEPT = 20  # of policies, levels and caps
 TTFT_SAMPLES = 2048  # bound of the TTFT window of a tier
 
 
@@ -88,6 +92,16 @@ class EngineStatistics:
         return self.sequences.total(now) / steps if steps else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something about a whole pool that operators should see. `at` is monotonic; `kind`: policy, level or cap."""
+
+    at: float
+    model: str
+    kind: str
+    text: str
+
+
 class Statistics:
     """Of one scheduler process. Tiers and models appear when something happens to them; both are few."""
 
@@ -95,7 +109,9 @@ class Statistics:
         self.metrics = metrics
         self.tiers: defaultdict[str, TierStatistics] = defaultdict(TierStatistics)
         self.engines: defaultdict[str, EngineStatistics] = defaultdict(EngineStatistics)
+        self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._written: dict[tuple[str, str], Counter] = {}  # looked up once per token: finding a label costs more
+        self._holds: dict[tuple[str, Reason], Counter] = {}  # once per head and round
 
     def forget(self, tiers: set[str], models: set[str]) -> None:
         """Drop what is neither configured nor served any more."""
@@ -135,6 +151,19 @@ class Statistics:
         self.metrics.tokens.labels(tier, model, "prompt").inc(flight.prompt_tokens)
         self.metrics.e2e.labels(tier).observe(now - flight.arrival)
         self._judged(flight, attained, now)
+
+    def held(self, tier: str, reason: Reason) -> None:
+        """A head of the tier was not dispatched in a round."""
+        counter = self._holds.get((tier, reason))
+        if counter is None:
+            counter = self._holds[(tier, reason)] = self.metrics.holds.labels(tier, str(reason))
+        counter.inc()
+
+    def event(self, now: float, model: str, kind: str, text: str) -> None:
+        """Policy, level or cap of a pool have changed."""
+        self.events.append(Event(now, model, kind, text))
+        self.metrics.events.labels(model, kind).inc()
+        log.warning("scheduling", model=model, kind=kind, what=text)
 
     def step(self, model: str, report: StepReport, now: float) -> None:
         self.engines[model].step(report, now)

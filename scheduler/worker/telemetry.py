@@ -9,11 +9,10 @@ from scheduler.core.types import TierSnapshot
 from scheduler.worker.gpus import Gpus
 from scheduler.worker.pool import Pool
 from scheduler.worker.services import Services
-from scheduler.worker.snapshots import EngineRow, GpuRow, Snapshot, TierRow
+from scheduler.worker.snapshots import EngineRow, EventRow, GpuRow, Snapshot, TierRow
 from scheduler.worker.statistics import TierStatistics
 
 PERIOD = 1.0  # seconds
-DEGRADATION_LEVEL = 0  # the level of full service; there is no ladder that would leave it
 
 
 class Telemetry:
@@ -42,6 +41,14 @@ class Telemetry:
         """As of now. `seq` is that of the last published one."""
         services, now = self._services, self._services.clock.now()
         policy = services.configuration.policy
+        counts = {name: TierSnapshot() for name in services.configuration.tiers}
+        level = 0  # the worst of all pools
+        for pool in self._pools.values():
+            if pool.planner is not None:
+                one = pool.planner.snapshot(now)
+                level = max(level, one.level)
+                for name, tier in one.tiers.items():
+                    _add(counts.setdefault(name, TierSnapshot()), tier)
         return Snapshot(
             at=services.wall(),
             scheduler=self._scheduler,
@@ -49,19 +56,15 @@ class Telemetry:
             seq=self._seq,
             policy=policy.name,
             policy_version=policy.version,
-            degradation_level=DEGRADATION_LEVEL,
-            tiers=self._tiers(now),
+            degradation_level=level,
+            tiers={name: _tier_row(one, services.statistics.tiers[name], now) for name, one in counts.items()},
             engines=[self._engine(pool, now) for pool in self._pools.values()],
             gpus=self._gpus,
+            events=[
+                EventRow(services.wall() - (now - event.at), event.model, event.kind, event.text)
+                for event in services.statistics.events
+            ],
         )
-
-    def _tiers(self, now: float) -> dict[str, TierRow]:
-        counts = {name: TierSnapshot() for name in self._services.configuration.tiers}
-        for pool in self._pools.values():
-            if pool.planner is not None:
-                for name, one in pool.planner.snapshot(now).tiers.items():
-                    _add(counts.setdefault(name, TierSnapshot()), one)
-        return {name: _tier_row(one, self._services.statistics.tiers[name], now) for name, one in counts.items()}
 
     def _engine(self, pool: Pool, now: float) -> EngineRow:
         statistics = self._services.statistics.engines[pool.model]

@@ -14,9 +14,10 @@ if TYPE_CHECKING:  # the framework imports this module, by its settings, while i
 
 
 class HasScope(BasePermission):
-    """Views set `required_scope`."""
+    """Views set `required_scope`: a scope, or several of which one is enough."""
 
     def has_permission(self, request: Request, view: APIView) -> bool:
-        scope = getattr(view, "required_scope", None)
+        required: str | tuple[str, ...] = getattr(view, "required_scope", ())
+        scopes = (required,) if isinstance(required, str) else required
         principal: object = request.auth
-        return scope is not None and isinstance(principal, Principal) and principal.has_scope(scope)
+        return isinstance(principal, Principal) and any(principal.has_scope(scope) for scope in scopes)

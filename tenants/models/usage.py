@@ -48,6 +48,7 @@ class UsageRecord(AppendOnly):
     batch_size = models.FloatField(default=0.0)
     attained = models.BooleanField(null=True, blank=True)
     miss_reason = models.CharField(max_length=64, default="", blank=True)
+    engine_seconds = models.FloatField(default=0.0, help_text="engine time that the request was charged")
     policy_version = models.PositiveBigIntegerField(default=0)
     price = models.ForeignKey(Price, on_delete=models.PROTECT, related_name="+", null=True, blank=True)
     charge = MoneyField(null=True, blank=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.core.lifecycle import IllegalTransition, State
-from scheduler.core.types import Dispatch, Expire, Hold, Outcome, PolicyConfig, PoolCapacity, Reason
+from scheduler.core.types import Dispatch, Expire, Hold, Outcome, PolicyConfig, PoolCapacity, Reason, StepReport
 from tests.core.cast import CAPACITY, TIERS, dispatched, planner, request
 
 DONE = Outcome(completion_tokens=10)
@@ -244,3 +244,33 @@ def test_the_snapshot_counts_by_tier_and_shows_the_oldest_wait() -> None:
     assert (snapshot.tiers["gold"].running, snapshot.tiers["gold"].waiting) == (1, 0)
     assert (snapshot.tiers["bronze"].waiting, snapshot.tiers["bronze"].oldest_wait) == (2, 3.0)
     assert snapshot.tiers["silver"].waiting == 0
+
+
+def test_a_dead_engine_is_level_four_until_a_minute_after_it_is_back() -> None:
+    pool = planner("batching_aware")
+    pool.engine_failed(1.0, "it died")
+    pool.decide(1.0)
+    assert pool.snapshot(1.0).level == 4
+    pool.engine_recovered(5.0)
+    pool.decide(64.0)
+    assert pool.snapshot(64.0).level == 4
+    pool.decide(66.0)
+    assert pool.snapshot(66.0).level == 0
+    assert [(change.before, change.after) for change in pool.take_events()] == [(0, 4), (4, 0)]
+
+
+def test_while_nothing_can_be_dispatched_waiting_still_ends() -> None:
+    pool = planner()
+    pool.arrive(request("a", queue_deadline=5.0), 0.0)
+    assert pool.overdue(4.0) == []
+    (end,) = pool.overdue(5.0)
+    assert isinstance(end, Expire)
+    assert end.reason is Reason.QUEUE_TIMEOUT
+
+
+def test_what_a_running_request_is_charged_can_be_asked_before_it_ends() -> None:
+    pool = planner()
+    pool.arrive(request("a"), 0.0)
+    pool.decide(0.0)
+    pool.step(StepReport(at=0.1, elapsed=0.1, prefill_tokens=10, decode_seqs=0, running=1, waiting=0, kv_usage=0.1))
+    assert pool.engine_seconds("a") == pytest.approx(0.1)

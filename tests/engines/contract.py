@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -242,6 +242,52 @@ class EngineContract:
         request = await self.request(rig.engine, "ended", max_tokens=2)
         await self.transcript(rig.engine, request)
         await rig.engine.abort("ended")
+
+    # --- going on -----------------------------------------------------------------------------------------------
+
+    async def cut(self, engine: Engine, request: EngineRequest, after: int) -> list[Delta]:
+        """Run a request until it has `after` tokens or more and its text is whole, then close it."""
+        deltas: list[Delta] = []
+        async with (
+            asyncio.timeout(TIMEOUT),
+            aclosing(cast("AsyncGenerator[EngineEvent, None]", engine.generate(request))) as events,
+        ):
+            async for event in events:
+                assert isinstance(event, Delta)
+                deltas.append(event)
+                if event.tokens >= after and event.text:
+                    break
+        return deltas
+
+    async def test_an_answer_that_was_cut_goes_on_without_a_token_repeated_or_lost(self, rig: Rig) -> None:
+        if not rig.limits.resumes:
+            pytest.skip("this engine cannot go on")
+        request = await self.request(rig.engine, "cut", words=20, max_tokens=24)
+        whole = await self.transcript(rig.engine, request)
+        for after in (1, 7, 23):
+            first = await self.cut(rig.engine, request, after)
+            produced = [token for delta in first for token in delta.token_ids]
+            assert len(produced) == first[-1].tokens
+            rest = await self.transcript(rig.engine, replace(request, produced=tuple(produced)))
+            counts = [delta.tokens for delta in (*first, *rest.deltas)]
+            assert counts == sorted(set(counts))
+            assert "".join(delta.text for delta in first) + rest.text == whole.text
+            assert rest.finished.completion_tokens == 24
+            assert rest.finished.prompt_tokens == whole.finished.prompt_tokens
+            assert rest.finished.reason is FinishReason.LENGTH
+
+    async def test_an_answer_goes_on_between_any_two_whole_characters(self, rig: Rig) -> None:
+        if not rig.limits.resumes:
+            pytest.skip("this engine cannot go on")
+        request = await self.multibyte_request(rig.engine)
+        whole = await self.transcript(rig.engine, request)
+        for cut in whole.deltas[:-1]:
+            first = await self.cut(rig.engine, request, cut.tokens)
+            if first[-1].tokens == whole.finished.completion_tokens:
+                break
+            produced = tuple(token for delta in first for token in delta.token_ids)
+            rest = await self.transcript(rig.engine, replace(request, produced=produced))
+            assert "".join(delta.text for delta in first) + rest.text == whole.text
 
     # --- building and closing -----------------------------------------------------------------------------------
 

@@ -107,6 +107,12 @@ class Product:
         for process in self._processes:
             process.wait(30)
 
+    def stop_scheduler(self) -> None:
+        """The web process stays."""
+        scheduler = self._processes.pop(0)
+        scheduler.terminate()
+        scheduler.wait(30)
+
     def log(self) -> str:
         return "".join(path.read_text() for path in sorted(self._data_dir.glob("*.log")))
 

@@ -76,7 +76,7 @@ class Product:
     async def settled(self) -> None:
         """Everything that has ended is in the database."""
         settlement = self.runtime.services.settlement
-        await self.until(lambda: settlement.open_intents() == 0)
+        await self.until(lambda: settlement.open_intents() == 0 and not settlement._ended)
         assert await settlement.drain()
 
     def assert_nothing_is_held(self) -> None:

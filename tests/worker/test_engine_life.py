@@ -9,7 +9,7 @@ from asgiref.sync import sync_to_async
 
 from scheduler import config
 from scheduler.engines import create_engine
-from scheduler.gateway import Done
+from scheduler.gateway import Done, SamplingSpec
 from scheduler.models import Deployment, DeploymentStatus
 from tenants.models import Tier, UsageRecord
 
@@ -22,35 +22,135 @@ async def status(model: str) -> DeploymentStatus | None:
     return await DeploymentStatus.objects.filter(deployment__model=model).afirst()
 
 
-async def test_an_engine_that_dies_ends_its_requests_and_is_rebuilt(start):
+async def test_what_ran_in_an_engine_that_dies_goes_on_in_the_next_one(start):
     async with start() as product:
         await product.ready()
         bystander = product.submit(max_tokens=400)
-        await product.until(lambda: len(bystander.events) > 1)
+        seeded = product.submit(max_tokens=400, sampling=SamplingSpec(max_tokens=400, seed=1))
+        await product.until(lambda: len(bystander.events) > 1 and len(seeded.events) > 1)
         crash = product.submit(max_tokens=50, simulate={"crash_at": 3})
-        await product.until(lambda: crash.done() and bystander.done())
-        assert crash.last.reason == bystander.last.reason == "engine_failed"
-        delivered = bystander.last.completion_tokens
-        await product.ready()
-        after = product.submit()
-        await product.until(after.done)
-        assert isinstance(after.last, Done)
+        await product.until(lambda: crash.done() and seeded.done())
+        assert crash.last.reason == seeded.last.reason == "engine_failed"
+        await product.until(bystander.done)
+        assert isinstance(bystander.last, Done)
+        assert bystander.text() == " ".join(f"w{number}" for number in range(400))
         await product.settled()
         product.assert_nothing_is_held()
         row = await UsageRecord.objects.aget(request_id=bystander.request.id)
+        assert (row.status, row.completion_tokens) == ("finished", 400)
+        row = await UsageRecord.objects.aget(request_id=seeded.request.id)
+        delivered = seeded.last.completion_tokens
         assert (row.status, row.reason, row.completion_tokens) == ("failed", "engine_failed", delivered)
 
 
-async def test_what_waits_for_an_engine_that_dies_is_told_to_come_back(start):
+async def test_what_waits_for_an_engine_that_dies_is_served_by_the_next_one(start):
     async with start() as product:
+        await product.ready()
+        running = [product.submit(max_tokens=100) for _ in range(3)]
+        running.append(product.submit(max_tokens=50, simulate={"crash_at": 20}))
+        await product.until(lambda: all(answer.events for answer in running))
+        waiting = product.submit()
+        await product.until(lambda: waiting.done() and all(answer.done() for answer in running))
+        assert isinstance(waiting.last, Done)
+
+
+async def test_waiting_for_an_engine_still_ends_in_time(start):
+    await Deployment.objects.filter(model="demo").aupdate(options=STEP | {"start_seconds": 30.0})
+    async with start() as product:
+        await product.until(lambda: product.gateway.models().get("demo") == "ready", step=0.2)
+        running = [product.submit(max_tokens=400) for _ in range(3)]
+        running.append(product.submit(max_tokens=50, simulate={"crash_at": 20}))
+        await product.until(lambda: all(answer.events for answer in running))
+        waiting = product.submit(queue_timeout=2.0)
+        await product.until(waiting.done)
+        assert waiting.last.reason == "queue_timeout"
+        assert product.clock.now() < 40.0
+        for answer in running[:3]:
+            await answer.hang_up()
+
+
+async def test_an_engine_that_does_not_come_back_ends_what_waits_for_it(start):
+    built = []
+
+    def last_of_its_kind(name, model, options, *, clock, on_step, data_dir):
+        built.append(model)
+        options = options if len(built) == 1 else {"nonsense": 1}
+        return create_engine(name, model, options, clock=clock, on_step=on_step, data_dir=data_dir)
+
+    async with start(engine_factory=last_of_its_kind) as product:
         await product.ready()
         running = [product.submit(max_tokens=400) for _ in range(3)]
         running.append(product.submit(max_tokens=50, simulate={"crash_at": 20}))
         await product.until(lambda: all(answer.events for answer in running))
         waiting = product.submit()
-        await product.until(waiting.done)
-        assert waiting.last.reason == "engine_not_ready"
-        assert waiting.last.retry_after > 0
+        await product.until(lambda: waiting.done() and all(answer.done() for answer in running))
+        assert (waiting.last.reason, waiting.last.retry_after) == ("engine_not_ready", 5.0)
+        assert {answer.last.reason for answer in running} == {"engine_failed"}
+        await product.settled()
+        product.assert_nothing_is_held()
+
+
+async def test_an_engine_that_makes_no_step_is_given_up_and_rebuilt(start):
+    await sync_to_async(config.update)({"policy": {"name": "batching_aware"}})
+    async with start() as product:
+        await product.ready()
+        hung = product.submit(max_tokens=50, simulate={"hang_at": 2})
+        await product.until(lambda: len(hung.events) > 1)
+        begun = product.clock.now()
+        await product.until(hung.done, step=0.1)
+        assert hung.last.reason == "engine_failed"
+        assert 10.0 <= product.clock.now() - begun < 20.0
+        await product.ready()
+        after = product.submit()
+        await product.until(after.done)
+        assert isinstance(after.last, Done)
+        assert "made no step" in str(product.runtime._telemetry.snapshot().events[0].text)
+        assert product.runtime._telemetry.snapshot().degradation_level == 4
+
+
+async def test_an_engine_that_rests_is_not_given_up(start):
+    async with start() as product:
+        await product.ready()
+        slow = product.submit(max_tokens=2, simulate={"pace": 25.0})
+        await product.until(slow.done, step=0.2)
+        assert isinstance(slow.last, Done)
+
+
+async def test_after_a_death_less_of_the_engine_is_used_for_a_while(start):
+    async with start() as product:
+        await product.ready()
+        crash = product.submit(simulate={"crash_at": 1})
+        await product.until(crash.done)
+        await product.ready()
+        planner = product.runtime.pools["demo"].planner
+        assert planner.snapshot(0.0).cap == 2
+        await product.clock.advance(1501.0)
+        assert planner.snapshot(0.0).cap == 4
+
+
+async def test_nothing_is_dispatched_while_the_engines_own_queue_does_not_empty(start):
+    await Deployment.objects.filter(model="demo").aupdate(options=STEP | {"max_seqs": 8, "step_tokens": 8})
+    async with start() as product:
+        await product.ready()
+        many = [product.submit(words=60, max_tokens=4) for _ in range(8)]
+        await product.until(lambda: product.runtime.pools["demo"]._work.watch.crowded)
+        late = product.submit(words=2)
+        await product.until(lambda: late.kinds() == ["Accepted"])
+        assert product.runtime.pools["demo"].flights[late.request.id].runs == 0
+        metrics = await product.gateway.ask("metrics")
+        assert 'harness_engine_queue_alarms_total{model="demo"} 1.0' in metrics
+        assert 'harness_engine_waiting{model="demo"} 0.0' not in metrics
+        await product.until(lambda: late.done() and all(answer.done() for answer in many))
+        assert isinstance(late.last, Done)
+
+
+async def test_the_size_of_a_step_is_the_policys_where_the_deployment_names_none(start):
+    plain = {name: value for name, value in STEP.items() if name != "step_tokens"}
+    await Deployment.objects.filter(model="demo").aupdate(options=plain)
+    await sync_to_async(config.update)({"policy": {"step_tokens": 48}})
+    async with start() as product:
+        await product.ready()
+        assert product.runtime.pools["demo"].limits.capacity.step_tokens == 48
 
 
 async def test_an_engine_that_keeps_dying_is_rebuilt_with_longer_and_longer_pauses(start):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from scheduler.gateway import AskError
+from scheduler.gateway import AskError, Done
 from scheduler.worker.statistics import Rolling
 
 from .conftest import WALL, limit
@@ -141,3 +141,35 @@ async def test_no_log_line_holds_prompt_text_or_a_key(start, capsys, caplog):
     everything = caplog.text + capsys.readouterr().err
     assert "req-1" in everything
     assert "xyzzy" not in everything
+
+
+async def test_a_policy_that_fails_is_replaced_and_operators_are_told(start, monkeypatch):
+    async with start() as product:
+        await product.ready()
+        planner = product.runtime.pools["demo"].planner
+
+        def broken(now):
+            raise ZeroDivisionError("an average of nothing")
+
+        monkeypatch.setattr(planner._policy._policy, "candidates", broken)
+        answer = product.submit()
+        await product.until(answer.done)
+        assert isinstance(answer.last, Done)
+        (event,) = product.runtime._telemetry.snapshot().as_dict()["events"]
+        assert (event["model"], event["kind"]) == ("demo", "policy")
+        assert event["at"] == pytest.approx(WALL, abs=60)
+        assert "continuous failed and batching_aware works in its place" in event["text"]
+        assert "an average of nothing" in event["text"]
+        metrics = await product.gateway.ask("metrics")
+        assert 'harness_scheduling_events_total{kind="policy",model="demo"} 1.0' in metrics
+
+
+async def test_what_held_requests_back_is_counted_by_reason(start):
+    async with start() as product:
+        await product.ready()
+        running = [product.submit(max_tokens=60) for _ in range(4)]
+        await product.until(lambda: all(answer.events for answer in running))
+        waiting = product.submit(tier="free")
+        await product.until(waiting.done)
+        metrics = await product.gateway.ask("metrics")
+        assert 'harness_holds_total{reason="slots_full",tier="free"}' in metrics

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 
-from scheduler.core.types import Reason, Request, TierSpec
+from scheduler.core.policies.base import Candidate, Offer, Policy
+from scheduler.core.types import Reason
 
 
-class Continuous:
+class Continuous(Policy):
     """Only the oldest head may go: nobody passes a request that does not fit yet."""
 
-    def key(self, request: Request) -> float:
-        return request.arrival
-
-    def rank(self, heads: list[Request], tiers: Mapping[str, TierSpec]) -> list[tuple[Request, Reason]]:
-        return [(min(heads, key=lambda head: (head.arrival, head.id)), Reason.ARRIVAL_ORDER)]
+    def candidates(self, now: float) -> Iterator[Offer]:
+        if (head := self.oldest()) is not None:
+            yield Candidate(head, Reason.ARRIVAL_ORDER)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 
-from scheduler.core.types import Reason, Request, TierSpec
+from scheduler.core.policies.base import Candidate, Offer, Policy
+from scheduler.core.types import Reason
 
 
-class Priority:
+class Priority(Policy):
     """Only the oldest head of the best rank may go: a worse rank never takes what it waits for."""
 
-    def key(self, request: Request) -> float:
-        return request.arrival
-
-    def rank(self, heads: list[Request], tiers: Mapping[str, TierSpec]) -> list[tuple[Request, Reason]]:
-        first = min(heads, key=lambda head: (tiers[head.tier].rank, head.arrival, head.id))
-        return [(first, Reason.RANK_ORDER)]
+    def candidates(self, now: float) -> Iterator[Offer]:
+        heads, tiers = self.books.queue.heads(), self.books.tiers
+        if heads:
+            first = min(heads, key=lambda head: (tiers[head.tier].rank, head.arrival, head.id))
+            yield Candidate(first, Reason.RANK_ORDER)

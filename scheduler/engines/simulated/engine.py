@@ -47,6 +47,7 @@ from scheduler.engines.simulated.script import (
 )
 
 LARGE_PROMPT = 100_000  # bytes of prompt from which on rendering goes to a thread
+HEARTBEAT = 5.0  # seconds: a paced request is no silence
 CATCH_UP = 0.02  # seconds: timers that fire late are made up for by shorter sleeps, up to this much
 
 _FATAL: dict[End, tuple[str, Exception | None]] = {
@@ -57,10 +58,15 @@ _FINISH = {End.STOP: FinishReason.STOP, End.LENGTH: FinishReason.LENGTH}
 
 
 class _Stream:
-    """One open `generate` call. `put` ends it with an error or, after an abort, with None."""
+    """One open `generate` call. `put` ends it with an error or, after an abort, with None.
 
-    def __init__(self, rendered: Rendered, answer: Answer, usage: Usage) -> None:
-        self.teller = Teller(answer)
+    `leaving`: aborted while a step runs, its place is free when that ends; `gone` is set then.
+    """
+
+    def __init__(self, rendered: Rendered, answer: Answer, produced: int, usage: Usage) -> None:
+        self.teller = Teller(answer, produced)
+        self.leaving = False
+        self.gone = asyncio.Event()
         self._prompt_tokens = rendered.prompt_tokens
         self._usage = usage
         # Bounded by max_tokens, which bounds what one request can ever put into it.
@@ -74,7 +80,9 @@ class _Stream:
             yield event
 
     def token(self) -> None:
-        self.put(Delta(self.teller.next(), self.teller.tokens))
+        token = self.teller.tokens % VOCABULARY  # tokens are numbered words
+        text = self.teller.next()
+        self.put(Delta(text, self.teller.tokens, (token,), self._usage.cached_tokens or 0))
 
     def finish(self, reason: FinishReason) -> None:
         """The end, with the numbers that the request wants misreported, if any."""
@@ -127,7 +135,7 @@ class SimulatedEngine:
             ) from error
         self._dead = None
         self._task = asyncio.create_task(self._run(), name=f"simulated engine {self._model}")
-        return EngineLimits(self._capacity, VOCABULARY)
+        return EngineLimits(self._capacity, VOCABULARY, resumes=True)
 
     async def render(self, prompt: ChatPrompt, sampling: Sampling) -> Rendered:
         parse_simulate(prompt.simulate)
@@ -141,6 +149,9 @@ class SimulatedEngine:
         return Rendered(len(tokens), room, tokens)
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineEvent]:
+        last = self._streams.get(request.id)
+        if last is not None and last.leaving:
+            await last.gone.wait()
         stream = self._admit(request)
         over = False
         try:
@@ -188,11 +199,12 @@ class SimulatedEngine:
         simulate = parse_simulate(request.simulate)
         if request.sampling.max_tokens is None or not 1 <= request.sampling.max_tokens <= request.rendered.room:
             raise PromptError(f"max_tokens must be 1 to {request.rendered.room}.", param="max_tokens")
-        answer = compose(request.sampling, simulate)
+        answer, produced = compose(request.sampling, simulate), len(request.produced)
         sequence = Sequence(
             id=request.id,
-            prompt_tokens=max(request.rendered.prompt_tokens, 1),  # an empty prompt still takes one step to read
-            target=answer.tokens,
+            # An empty prompt still takes one step to read.
+            prompt_tokens=max(request.rendered.prompt_tokens + produced, 1),
+            target=max(answer.tokens - produced, 0),
             end=answer.end,
             priority=request.priority,
             arrival=request.arrival,
@@ -202,15 +214,17 @@ class SimulatedEngine:
             self._machine.add(sequence)
         except ValueError as error:
             raise RequestFailedError(str(error)) from error
-        stream = self._streams[request.id] = _Stream(request.rendered, answer, simulate.usage)
-        self._log.received(request.id, self._now(), self._machine.number)
+        stream = self._streams[request.id] = _Stream(request.rendered, answer, produced, simulate.usage)
+        self._log.received(request.id, self._now(), self._machine.number, produced)
         self._work.set()
         return stream
 
     def _abort(self, request_id: str) -> None:
         """Slot and blocks are free, and the stream ends, when the running step ends; at once if none runs."""
-        if request_id not in self._streams:
+        stream = self._streams.get(request_id)
+        if stream is None or stream.leaving:
             return
+        stream.leaving = True
         self._log.aborted(request_id, self._now(), self._machine.number)
         if self._machine.abort(request_id) is not None:
             self._close_aborted(request_id)
@@ -218,7 +232,9 @@ class SimulatedEngine:
         self._work.set()
 
     def _close_aborted(self, request_id: str) -> None:
-        self._streams.pop(request_id).put(None)
+        stream = self._streams.pop(request_id)
+        stream.put(None)
+        stream.gone.set()
         self._log.ended(request_id, self._now(), self._machine.number, "aborted")
 
     # --- the step loop ------------------------------------------------------------------------------------------
@@ -241,17 +257,21 @@ class SimulatedEngine:
             self._die(f"The engine failed: {error!r}", error)
 
     async def _wait_for_work(self) -> None:
-        """Until a request comes or goes, or a paced one has rested."""
+        """Until a request comes or goes, or a paced one has rested; a long rest is reported as a step of nothing."""
         self._work.clear()
         ready_at = self._machine.next_ready()
         waiters: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._work.wait())]
         if ready_at is not None:
-            waiters.append(asyncio.ensure_future(self._clock.sleep(ready_at - self._clock.now())))
+            rest = ready_at - self._clock.now()
+            waiters.append(asyncio.ensure_future(self._clock.sleep(min(rest, HEARTBEAT))))
         try:
             await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for waiter in waiters:
                 waiter.cancel()
+        now = self._clock.now()
+        if ready_at is not None and now < ready_at and not self._work.is_set():
+            self._on_step(self._report(StepResult(self._machine.number), now, 0.0))
 
     async def _spend(self, cost: float) -> None:
         """Let a step's cost pass, less what the step before it was late."""
@@ -284,6 +304,7 @@ class SimulatedEngine:
             waiting=len(self._machine.waiting),
             kv_usage=self._machine.kv_usage,
             preemptions=result.preemptions,
+            decode_context=result.decode_context,
         )
 
     # --- ends ---------------------------------------------------------------------------------------------------
@@ -309,6 +330,7 @@ class SimulatedEngine:
             error = EngineDeadError(message)
             error.__cause__ = cause
             stream.put(error)
+            stream.gone.set()
             self._log.ended(request_id, self._now(), self._machine.number, "engine_dead")
         self._streams.clear()
 

@@ -103,6 +103,7 @@ class StepResult:
     number: int
     prefill_tokens: int = 0
     decode_seqs: int = 0
+    decode_context: int = 0  # tokens of context of the decoders
     preemptions: int = 0
     started: list[Sequence] = field(default_factory=list)
     first_tokens: list[Sequence] = field(default_factory=list)
@@ -200,6 +201,7 @@ class Machine:
         if step.preemptions == preemptions:
             self._admit(step, budget, now)
         step.decode_seqs = len(self._decoders)
+        step.decode_context = self._context
         step.prefill_tokens = sum(sequence.chunk for sequence in self._prefills.values())
         if not step.decode_seqs and not step.prefill_tokens:
             return None

@@ -79,9 +79,10 @@ class Record:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._open_file()
 
-    def received(self, request_id: str, at: float, step: int) -> None:
+    def received(self, request_id: str, at: float, step: int, tokens: int = 0) -> None:
+        """`tokens`: what an earlier run of the request has made."""
         self._count += 1
-        entry = self._open[request_id] = Entry(self._count, request_id, at, step)
+        entry = self._open[request_id] = Entry(self._count, request_id, at, step, tokens=tokens)
         self._write(entry)
         self.flush()
 

@@ -131,13 +131,16 @@ def _until_stop(answer: Answer, stops: tuple[str, ...]) -> Answer:
 
 
 class Teller:
-    """Turns the tokens of an answer into deltas that never show a stop string, nor the beginning of one."""
+    """Turns the tokens of an answer into deltas that never show a stop string, nor the beginning of one.
 
-    def __init__(self, answer: Answer) -> None:
+    `told`: how many tokens an earlier run has delivered; with stop strings there is none.
+    """
+
+    def __init__(self, answer: Answer, told: int = 0) -> None:
         self._answer = answer
         self._told = 0  # characters delivered
         self._kept = ""  # characters held back
-        self.tokens = 0
+        self.tokens = told
 
     def next(self) -> str:
         """The delta of the next token; empty if all of it is held back."""

@@ -1,0 +1,202 @@
+"""What stands between the planner and its policy: a policy that fails is replaced, and nothing that waits is lost.
+
+A policy fails if it raises, if what it answers cannot be (a candidate that does not wait, an order that is no
+number), or if it is too slow. Slowness is measured in CPU seconds of one pass over its candidates, which chooses one
+request: with the 200 µs that a pass should take, 5 ms are a fault, but a single one may be the operating system's
+(page faults, a migrated thread), so that it takes three in a row; 50 ms at once nobody else causes. Time between the
+candidates is not the policy's and does not count.
+
+The replacement is `batching_aware`, or `priority` if it was that one that failed, and it answers the very call that
+failed. The next change of the configuration gives the configured policy another try. The last policy of the chain is
+not replaced: what it raises is a bug that must show.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from scheduler.core.batcher import InFlight
+from scheduler.core.books import Books
+from scheduler.core.policies import Offer, Policy, policy_class
+from scheduler.core.types import Outcome, Refusal, Request, StepReport
+
+FALLBACKS = ("batching_aware", "priority")
+SLOW_SECONDS = 0.005
+SLOW_IN_A_ROW = 3
+STUCK_SECONDS = 0.050
+EVENTS_KEPT = 16
+
+CpuClock = Callable[[], float]
+T = TypeVar("T")
+
+
+class PolicyFault(Exception):
+    """What a policy answered, or the time that it took, is not acceptable."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyReplaced:
+    """For the operator: policy `name` has failed, and which one works in its place."""
+
+    name: str
+    replacement: str
+    cause: str
+
+
+class PolicyGuard:
+    """The policy in use, behind the calls of `Policy`.
+
+    `cpu_clock`: CPU seconds of this thread (None: no limit). `on_change` is called when another policy has come into
+    use: what waits is to be ordered and made due anew.
+    """
+
+    def __init__(self, books: Books, cpu_clock: CpuClock | None, on_change: Callable[[], None]) -> None:
+        self.name = ""
+        self.events: deque[PolicyReplaced] = deque(maxlen=EVENTS_KEPT)
+        self._books = books
+        self._cpu_clock = cpu_clock
+        self._on_change = on_change
+        self._policy: Policy
+        self._failed: set[str] = set()
+        self._adopting = False
+        self._replaced = False  # while adopting
+        self._spent = 0.0  # CPU seconds of this pass
+        self._slow_passes = 0  # in a row, this one included once it is slow
+
+    def use(self, name: str) -> None:
+        """Work with the policy of that name from now on. Raises ValueError for an unknown one."""
+        kind = policy_class(name)
+        self._failed.clear()
+        self._install(name, kind)
+
+    # --- the calls of a policy --------------------------------------------------------------------------------------
+
+    def key(self, request: Request) -> float:
+        return self._ask(lambda policy: _number(policy.key(request)))
+
+    def admit(self, request: Request, now: float) -> Request | Refusal:
+        return self._ask(lambda policy: _same(policy.admit(request, now), request))
+
+    def due(self, request: Request) -> float:
+        return self._ask(lambda policy: _number(policy.due(request)))
+
+    def overdue(self, request: Request, now: float) -> Request | Refusal | None:
+        return self._ask(lambda policy: policy.overdue(request, now))
+
+    def window_end(self) -> float | None:
+        return self._ask(lambda policy: policy.window_end())
+
+    def deciding(self, now: float) -> None:
+        self._ask(lambda policy: policy.deciding(now))
+
+    def dispatched(self, request: Request, now: float) -> None:
+        self._ask(lambda policy: policy.dispatched(request, now))
+
+    def ended(self, flight: InFlight, outcome: Outcome, now: float) -> None:
+        self._ask(lambda policy: policy.ended(flight, outcome, now))
+
+    def stepped(self, report: StepReport) -> None:
+        self._ask(lambda policy: policy.stepped(report))
+
+    def engine_failed(self, now: float, cause: str) -> None:
+        self._ask(lambda policy: policy.engine_failed(now, cause))
+
+    def engine_recovered(self, now: float) -> None:
+        self._ask(lambda policy: policy.engine_recovered(now))
+
+    def next_wakeup(self, now: float) -> float | None:
+        return self._ask(lambda policy: policy.next_wakeup(now))
+
+    def candidates(self, now: float) -> Iterator[Offer]:
+        """Those of the policy; if it fails on the way, all of its replacement's."""
+        if self._spent <= SLOW_SECONDS:
+            self._slow_passes = 0
+        while True:
+            self._spent = 0.0
+            try:
+                yield from self._metered(iter(self._policy.candidates(now)))
+            except Exception as error:  # noqa: BLE001 - the boundary of a policy: whatever it raises, the pool goes on
+                self._replace(error)
+            else:
+                return
+
+    # --- details ----------------------------------------------------------------------------------------------------
+
+    def _ask(self, call: Callable[[Policy], T]) -> T:
+        while True:
+            try:
+                return call(self._policy)
+            except Exception as error:  # noqa: BLE001 - the boundary of a policy: whatever it raises, the pool goes on
+                self._replace(error)
+
+    def _metered(self, offers: Iterator[Offer]) -> Iterator[Offer]:
+        clock = self._cpu_clock
+        while True:
+            started = clock() if clock else 0.0
+            offer = next(offers, None)
+            if clock:
+                self._charge(clock() - started)
+            if offer is None:
+                return
+            if offer.request.id not in self._books.queue:
+                raise PolicyFault(f"it offered request {offer.request.id}, which does not wait")
+            yield offer
+
+    def _charge(self, seconds: float) -> None:
+        before, self._spent = self._spent, self._spent + seconds
+        if before <= SLOW_SECONDS < self._spent:
+            self._slow_passes += 1
+        if self._next_policy() and (self._spent > STUCK_SECONDS or self._slow_passes >= SLOW_IN_A_ROW):
+            raise PolicyFault(f"a choice took {self._spent * 1000:.1f} ms of CPU")
+
+    def _replace(self, error: Exception) -> None:
+        """Put the next policy of the chain in the place of the one that failed; without one, `error` goes on."""
+        self._failed.add(self.name)
+        replacement = self._next_policy()
+        if replacement is None:
+            raise error
+        cause = str(error) if isinstance(error, PolicyFault) else repr(error)
+        self.events.append(PolicyReplaced(self.name, replacement, cause))
+        self._install(replacement, policy_class(replacement))
+
+    def _install(self, name: str, kind: type[Policy]) -> None:
+        self.name = name
+        self._spent, self._slow_passes = 0.0, 0
+        try:
+            self._policy = kind(self._books)
+        except Exception as error:  # noqa: BLE001 - the boundary of a policy: whatever it raises, the pool goes on
+            self._replace(error)
+        else:
+            self._adopt()
+
+    def _next_policy(self) -> str | None:
+        return next((name for name in FALLBACKS if name not in self._failed and name != self.name), None)
+
+    def _adopt(self) -> None:
+        """Have what waits ordered anew, again if the new policy fails while that is done."""
+        self._replaced = True
+        if self._adopting:
+            return
+        self._adopting = True
+        try:
+            while self._replaced:
+                self._replaced = False
+                self._on_change()
+        finally:
+            self._adopting = False
+
+
+def _number(value: float) -> float:
+    number = float(value)
+    if number != number:
+        raise PolicyFault("an order or an instant that it gave is no number")
+    return number
+
+
+def _same(answer: Request | Refusal, request: Request) -> Request | Refusal:
+    if isinstance(answer, Refusal) or answer.id == request.id:
+        return answer
+    raise PolicyFault(f"it admitted {answer.id} for {request.id}")

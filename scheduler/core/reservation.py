@@ -1,0 +1,63 @@
+"""The one reservation of a pool: when the most urgent request that does not fit will start, and who may pass it.
+
+EASY backfilling (Lifka, 1995): the first request in line that does not fit gets the earliest instant at which enough of
+what runs will have ended. Another may go before it only if it has ended by then, or uses what is left over then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.core.batcher import Lengths
+from scheduler.core.books import Books
+from scheduler.core.types import Request
+
+LATE_QUANTILE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """`spare_*`: what is left over at `start` once the request has what it needs."""
+
+    request: Request
+    start: float
+    spare_slots: int
+    spare_blocks: int
+
+
+def reserve(books: Books, request: Request, slots: int, blocks: int, lengths: Lengths, now: float) -> Reservation:
+    """The earliest start of `request`, which may use `slots` slots and `blocks` blocks of the pool.
+
+    Running requests count with all the blocks that they are expected to fill, until their predicted ends; `lengths`
+    answers what they will have produced.
+    """
+    need = books.capacity.blocks(request.prompt_tokens + books.expected_tokens(request))
+    step, residual = books.step_time(), books.residual(now)
+    flights = []
+    for flight in books.batcher.running():
+        remaining = flight.remaining(lengths)
+        prefill = books.service.prefill_left(flight.request.id)
+        end = now + residual + remaining * step + (books.prefill_seconds(prefill) if prefill else 0.0)
+        flights.append((end, books.capacity.blocks(flight.request.prompt_tokens + flight.tokens + remaining)))
+    flights.sort()
+    used_slots = len(flights)
+    used_blocks = sum(held for _, held in flights)
+    start = now
+    for end, held in flights:
+        if used_slots < slots and used_blocks + need <= blocks:
+            break
+        start = end
+        used_slots -= 1
+        used_blocks -= held
+    return Reservation(request, start, slots - used_slots - 1, blocks - used_blocks - need)
+
+
+def may_pass(books: Books, reservation: Reservation, request: Request, now: float) -> bool:
+    """Whether dispatching `request` now leaves the reservation where it is."""
+    need = books.capacity.blocks(request.worst_case_tokens)
+    if reservation.spare_slots >= 1 and reservation.spare_blocks >= need:
+        return True
+    tokens = books.expected_tokens(request, LATE_QUANTILE)
+    pending = books.service.remaining_prefill()
+    seconds = books.residual(now) + books.prefill_seconds(request.prompt_tokens, pending) + tokens * books.step_time()
+    return now + seconds * books.steps.quantile(LATE_QUANTILE) <= reservation.start

@@ -1,0 +1,144 @@
+"""Engines in figures. A profile is what the options of a simulated deployment are: sizes, and what a step costs.
+
+Derived profiles come from datasheets, not from measurements, by this arithmetic (bfloat16 throughout):
+
+    base           weights read once a step: bytes / memory bandwidth, plus 2 ms of launches
+    prefill_token  2 FLOP per parameter and token over 61 % of the dense peak (600 of 989 TFLOP/s on an H100)
+    decode_seq     the same, plus 23 us of sampling and bookkeeping
+    kv_token       KV bytes of a context token / memory bandwidth
+    kv_tokens      (90 % of the memory - weights - 3.5 GB of activations) / KV bytes of a token
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from scheduler.core.types import PoolCapacity
+from scheduler.engines.base import EngineStartError
+from scheduler.engines.simulated.machine import StepCost
+from scheduler.engines.simulated.options import H100_8B, Options, StepOptions, parse_options
+
+DEFAULT_PROFILE = "h100-8b"
+
+
+class ProfileError(Exception):
+    """There is no such profile, or its file does not describe one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """`basis`: where the figures come from. `derived`: from datasheets, not from a measurement."""
+
+    name: str
+    capacity: PoolCapacity
+    cost: StepCost
+    basis: str
+    derived: bool = True
+
+    @property
+    def longest(self) -> int:
+        """Prompt and output tokens that one request may have together."""
+        return min(self.capacity.max_model_len, self.capacity.total_blocks * self.capacity.block_size)
+
+
+def _derived(name: str, options: Options, basis: str) -> Profile:
+    return Profile(name, options.capacity, options.cost, basis)
+
+
+PROFILES: dict[str, Profile] = {
+    profile.name: profile
+    for profile in (
+        _derived(
+            "h100-8b",
+            Options(H100_8B, max_seqs=256, step_tokens=8192, kv_tokens=400_000, max_model_len=131_072),
+            "8B, GQA, on an H100 SXM 80 GB (3.35 TB/s, 989 TFLOP/s dense): 16 GB / 3.35 TB/s + 2 ms = 7 ms; "
+            "16 GFLOP / 600 TFLOP/s = 27 us; + 23 us = 50 us; 128 KiB / 3.35 TB/s = 40 ns; "
+            "(72 - 16 - 3.5) GB / 128 KiB = 400,000 tokens",
+        ),
+        _derived(
+            "h200-8b",
+            Options(
+                StepOptions(base=0.0053, prefill_token=27e-6, decode_seq=50e-6, kv_token=27e-9),
+                max_seqs=256,
+                step_tokens=8192,
+                kv_tokens=800_000,
+                max_model_len=131_072,
+            ),
+            "8B, GQA, on an H200 141 GB (4.8 TB/s, 989 TFLOP/s dense): 16 GB / 4.8 TB/s + 2 ms = 5.3 ms; "
+            "compute as on the H100; 128 KiB / 4.8 TB/s = 27 ns; (127 - 16 - 3.5) GB / 128 KiB = 800,000 tokens",
+        ),
+        _derived(
+            "a100-8b",
+            Options(
+                StepOptions(base=0.010, prefill_token=85e-6, decode_seq=108e-6, kv_token=64e-9),
+                max_seqs=256,
+                step_tokens=8192,
+                kv_tokens=400_000,
+                max_model_len=131_072,
+            ),
+            "8B, GQA, on an A100 SXM 80 GB (2.04 TB/s, 312 TFLOP/s dense): 16 GB / 2.04 TB/s + 2 ms = 10 ms; "
+            "16 GFLOP / 189 TFLOP/s = 85 us; + 23 us = 108 us; 128 KiB / 2.04 TB/s = 64 ns; KV as on the H100",
+        ),
+        _derived(
+            "a10g-7b",
+            Options(
+                StepOptions(base=0.026, prefill_token=0.22e-3, decode_seq=0.1e-3),
+                max_seqs=64,
+                step_tokens=2048,
+                kv_tokens=40_000,
+                max_model_len=32_768,
+            ),
+            "7B, GQA, on an A10G 24 GB (600 GB/s, 70 TFLOP/s dense): 14 GB / 600 GB/s + 2.7 ms = 26 ms; "
+            "14 GFLOP / 64 TFLOP/s = 0.22 ms; decode 0.1 ms with the reading of its context, at batches that leave "
+            "arithmetic idle; (21.6 - 14 - 2.4) GB / 128 KiB = 40,000 tokens",
+        ),
+        _derived(
+            "h100-70b-tp4",
+            Options(
+                StepOptions(base=0.015, prefill_token=69e-6, decode_seq=92e-6, kv_token=24e-9),
+                max_seqs=256,
+                step_tokens=8192,
+                kv_tokens=400_000,
+                max_model_len=131_072,
+            ),
+            "70B, GQA, on four H100 SXM: 141 GB / 4 / 3.35 TB/s + 2 ms + 160 all-reduces of 15 us = 15 ms; "
+            "141 GFLOP / (4 x 600 TFLOP/s x 0.85) = 69 us; + 23 us = 92 us; 320 KiB / 4 / 3.35 TB/s = 24 ns; "
+            "4 x (72 - 35.3 - 3.5) GB / 320 KiB = 400,000 tokens",
+        ),
+        Profile(
+            "cpu-sim",
+            Options(max_seqs=16, step_tokens=64, kv_tokens=6_000).capacity,
+            StepCost(base=0.008, prefill_token=0.6e-3, decode_seq=2.5e-3),
+            "a small model on a small CPU, in round figures; no real engine",
+        ),
+    )
+}
+
+
+def load_profile(name_or_file: str) -> Profile:
+    """The profile of that name, or the one in that YAML or JSON file: a simulated deployment's `options`.
+
+    Raises ProfileError.
+    """
+    if name_or_file in PROFILES:
+        return PROFILES[name_or_file]
+    path = Path(name_or_file)
+    if not path.is_file():
+        known = ", ".join(PROFILES)
+        raise ProfileError(f"There is no profile {name_or_file!r}: choose one of {known}, or name a file.")
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ProfileError(f"{path} cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise ProfileError(f"{path} must hold the options of a simulated engine, such as step and max_seqs.")
+    try:
+        options = parse_options(document)
+    except EngineStartError as error:
+        raise ProfileError(f"{path}: {error} {error.hint}") from error
+    if options.cost.base <= 0:
+        raise ProfileError(f"{path}: step.base must be above 0, or time would not pass.")
+    return Profile(path.stem, options.capacity, options.cost, f"the figures of {path.name}", derived=False)

@@ -1,0 +1,85 @@
+"""Whether an engine does what engines do: make steps while it has something to do, and take in what it is given.
+
+Two troubles are seen from outside. *Silence*: no step and no token for five times the predicted step, and for no less
+than ten seconds, while something runs; such an engine is dead. *Crowding*: the engine's own queue, in which nobody can
+be put before another any more, holds more than two requests for three steps; nothing is dispatched until it is back.
+
+After a death only a part of the engine is used, in case it was too much for it: half of its sequences for each death
+of the last ten minutes, and a tenth more for every five minutes without another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from scheduler.core.types import PoolCapacity, StepReport
+
+SILENT_STEPS = 5.0  # predicted steps
+SILENT_SECONDS = 10.0  # and no less: a pause of the operating system is no death
+CROWD = 2  # requests in the engine's own queue
+CROWDED_STEPS = 3
+DEATH_MEMORY = 600.0  # seconds
+STABLE = 300.0  # seconds without a death, for each tenth that is given back
+GIVEN_BACK = 0.1
+ALARM_DEATHS = 3  # within DEATH_MEMORY
+
+
+class EngineWatch:
+    """Of one engine, from its start to its end."""
+
+    def __init__(self) -> None:
+        self._alive_at: float | None = None  # None: it has nothing to do
+        self._crowded_steps = 0
+
+    @property
+    def crowded(self) -> bool:
+        """Nothing may be dispatched: the engine does not keep up with what it has."""
+        return self._crowded_steps >= CROWDED_STEPS
+
+    def stepped(self, report: StepReport) -> bool:
+        """A step. True if it is the one that makes the engine crowded."""
+        self._alive_at = report.at
+        self._crowded_steps = self._crowded_steps + 1 if report.waiting > CROWD else 0
+        return self._crowded_steps == CROWDED_STEPS
+
+    def alive(self, now: float) -> None:
+        """A token has come."""
+        self._alive_at = now
+
+    def idle(self) -> None:
+        """It has nothing to do: its silence means nothing, and its queue is empty whatever it said last."""
+        self._alive_at = None
+        self._crowded_steps = 0
+
+    def silence(self, now: float, step: float) -> float | None:
+        """Seconds of silence, if that is too much for an engine whose next step should take `step` seconds."""
+        if self._alive_at is None:
+            self._alive_at = now
+        silent = now - self._alive_at
+        return silent if silent > max(SILENT_SECONDS, SILENT_STEPS * step) else None
+
+
+class Caution:
+    """How much of an engine is used, by how often it has died. `deaths` of the last ten minutes."""
+
+    def __init__(self) -> None:
+        self._share = 1.0
+        self._since = 0.0  # of the last change
+        self._deaths: deque[float] = deque()
+
+    def died(self, now: float) -> bool:
+        """Another death. True if there are so many that somebody must look."""
+        while self._deaths and self._deaths[0] < now - DEATH_MEMORY:
+            self._deaths.popleft()
+        self._deaths.append(now)
+        self._share /= 2
+        self._since = now
+        return len(self._deaths) >= ALARM_DEATHS
+
+    def capacity(self, whole: PoolCapacity, now: float) -> PoolCapacity:
+        """The part of `whole` that is used now. Memory and steps are the engine's own and stay as they are."""
+        while self._share < 1.0 and now - self._since >= STABLE:
+            self._share = min(round(self._share + GIVEN_BACK, 6), 1.0)
+            self._since += STABLE
+        return replace(whole, max_seqs=max(int(whole.max_seqs * self._share), 1))

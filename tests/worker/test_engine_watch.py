@@ -1,0 +1,61 @@
+"""What is seen of an engine from outside, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from scheduler.core.types import PoolCapacity, StepReport
+from scheduler.worker.engine_watch import Caution, EngineWatch
+
+CAPACITY = PoolCapacity(max_seqs=32, step_tokens=64, kv_tokens=4096, block_size=16, max_model_len=512)
+STEP = StepReport(at=1.0, elapsed=0.01, prefill_tokens=0, decode_seqs=1, running=1, waiting=0, kv_usage=0.1)
+
+
+def test_silence_is_five_predicted_steps_and_no_less_than_ten_seconds():
+    watch = EngineWatch()
+    watch.stepped(STEP)
+    assert watch.silence(11.0, step=0.01) is None
+    assert watch.silence(11.1, step=0.01) is not None
+    assert watch.silence(11.1, step=3.0) is None
+    assert watch.silence(16.1, step=3.0) is not None
+
+
+def test_a_token_is_a_sign_of_life_and_an_idle_engine_is_not_silent():
+    watch = EngineWatch()
+    watch.stepped(STEP)
+    watch.alive(9.0)
+    assert watch.silence(18.0, step=0.01) is None
+    watch.idle()
+    assert watch.silence(100.0, step=0.01) is None  # it has just been given something
+    assert watch.silence(111.0, step=0.01) == 11.0
+
+
+def test_an_engine_is_crowded_after_three_steps_with_more_than_two_waiting_and_until_they_are_fewer():
+    watch = EngineWatch()
+    full = replace(STEP, waiting=3)
+    assert [watch.stepped(full) for _ in range(4)] == [False, False, True, False]
+    assert watch.crowded
+    watch.stepped(replace(STEP, waiting=2))
+    assert not watch.crowded
+    assert [watch.stepped(full) for _ in range(3)] == [False, False, True]
+    watch.idle()
+    assert not watch.crowded
+
+
+def test_each_death_halves_the_sequences_and_five_quiet_minutes_give_a_tenth_back():
+    caution = Caution()
+    assert caution.capacity(CAPACITY, 0.0) == CAPACITY
+    assert caution.died(100.0) is False
+    assert caution.capacity(CAPACITY, 100.0).max_seqs == 16
+    assert caution.died(110.0) is False
+    assert caution.capacity(CAPACITY, 409.0).max_seqs == 8
+    assert caution.capacity(CAPACITY, 410.0).max_seqs == 11
+    assert caution.capacity(CAPACITY, 10_000.0) == CAPACITY
+
+
+def test_a_third_death_within_ten_minutes_is_an_alarm_and_one_sequence_always_runs():
+    caution = Caution()
+    assert [caution.died(at) for at in (0.0, 10.0, 20.0, 700.0)] == [False, False, True, False]
+    for at in range(10):
+        caution.died(700.0 + at)
+    assert caution.capacity(CAPACITY, 710.0).max_seqs == 1
