@@ -143,7 +143,7 @@ class PolicyConfig:
     """Scheduling parameters of one policy version; the names are those of `POST /v1/config` under `policy`."""
 
     version: int = 0
-    name: str = "continuous"
+    name: str = "batching_aware"
     max_batch: int | None = None  # in-flight cap; None = the engine's max_seqs
     max_wait_ms: float = 0.0  # how long an idle engine may wait for company; 0 = the policy's own time
     step_tokens: int | None = None

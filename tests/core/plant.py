@@ -32,7 +32,9 @@ from scheduler.engines.simulated.machine import End, Machine, Sequence, StepCost
 CAPACITY = PoolCapacity(max_seqs=8, step_tokens=128, kv_tokens=2048, block_size=16, max_model_len=512)
 COST = StepCost(base=0.010, prefill_token=0.0004, decode_seq=0.0005, kv_token=2e-7)
 TIERS = {
-    "gold": TierSpec("gold", 1, weight=60, floor=0.30, ttft=0.5, e2e=0.5, tpot=0.10, headroom=0.1, reserved_slots=0.125),
+    "gold": TierSpec(
+        "gold", 1, weight=60, floor=0.30, ttft=0.5, e2e=0.5, tpot=0.10, headroom=0.1, reserved_slots=0.125
+    ),
     "silver": TierSpec(
         "silver", 2, weight=30, floor=0.15, ttft=2.0, e2e=2.0, tpot=0.15, headroom=0.2, reserved_slots=0.125,
         on_infeasible=OnInfeasible.REJECT, preemptible=True,

@@ -1,8 +1,9 @@
-"""The twenty invariants of the scheduler, over random workloads and faults. Each is one line of prose and a property."""
+"""The twenty invariants of the scheduler over random workloads and faults, each a line of prose and a property."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -222,7 +223,7 @@ def service(plant: Plant) -> dict[str, float]:
 
 
 def test_a_backlogged_tier_receives_its_floor_whatever_the_others_do() -> None:
-    """7: with everybody backlogged for a minute each tier has at least its floor, less the clamp and what is in flight."""
+    """7: with everybody backlogged each tier has at least its floor, less the clamp and what is in flight."""
     plant = Plant(merged(flood("gold", 60, 60), flood("silver", 30, 60), flood("bronze", 30, 60))).play(until=60.0)
     received = service(plant)
     for name, tier in TIERS.items():
@@ -255,7 +256,7 @@ def test_the_degradation_level_returns_to_zero_when_the_load_stops() -> None:
     plant = Plant(merged(overload, calm)).play()
     changes = [change for change in plant.planner.take_events() if hasattr(change, "before") and change.after < 3]
     levels = [change for change in changes if type(change).__name__ == "LevelChange"]
-    assert all(later.at - earlier.at >= 1.0 for earlier, later in zip(levels, levels[1:], strict=False))
+    assert all(later.at - earlier.at >= 1.0 for earlier, later in pairwise(levels))
     assert plant.planner.snapshot(plant.now).level == 0
 
 

@@ -112,7 +112,7 @@ class BatchingAware(Policy):
         return replace(request, lane=Lane.LONG) if self._is_long(request) else request
 
     def _is_long(self, request: Request) -> bool:
-        """Long for the best rank's deadline and long among its like: on a slow engine the first holds for half of all."""
+        """Long for the best rank's deadline and among its like: on a slow engine the first holds for half of all."""
         self._prompts.observe(request.prompt_tokens)
         seconds = self.books.alone_seconds(request.prompt_tokens)
         if seconds <= LONG_SHARE * self._ranked[0].deadline(0.0, True, 0, None):
