@@ -29,7 +29,7 @@ def document() -> ConfigDocument:
 
 def test_without_anything_the_defaults_are_in_force_as_version_0() -> None:
     assert current() == ConfigDocument(
-        0, {"name": "continuous", "max_batch": None, "max_wait_ms": 0.0, "step_tokens": None}, {}
+        0, {"name": "batching_aware", "max_batch": None, "max_wait_ms": 0.0, "step_tokens": None}, {}
     )
 
 

@@ -7,14 +7,27 @@ from harness_web.openai.headers import duration, rate_limits
 from scheduler.core.types import Reason
 
 # Reasons with which a request is never answered: why a head was held or dispatched, and a client that is gone.
-UNANSWERED = {
+UNANSWERED = {  # why a request runs, waits on or gives way: for traces and metrics, never an answer
     Reason.CLIENT_GONE,
+    Reason.PREEMPTED,
     Reason.SLOTS_FULL,
+    Reason.SLOTS_RESERVED,
     Reason.KV_FULL,
     Reason.WAIT_WINDOW,
+    Reason.BATCH_RUNNING,
+    Reason.BATCH_CLOSED,
+    Reason.PREFILL_BUDGET,
+    Reason.STREAM_PACE,
+    Reason.LONG_LANE,
+    Reason.RESERVATION,
     Reason.RANKED_BEHIND,
     Reason.ARRIVAL_ORDER,
     Reason.RANK_ORDER,
+    Reason.DEADLINE_ORDER,
+    Reason.FLOOR_GUARD,
+    Reason.URGENT,
+    Reason.FAIR_TURN,
+    Reason.LATE_TURN,
 }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from asgiref.sync import sync_to_async
 
+from scheduler import config
 from scheduler.gateway import AskError, Done
 from scheduler.worker.statistics import Rolling
 
@@ -25,6 +27,7 @@ def test_a_rolling_sum_forgets_what_is_older_than_its_span():
 
 
 async def test_a_snapshot_each_second_shows_tiers_and_engines_as_they_are(start):
+    await sync_to_async(config.update)({"policy": {"name": "continuous"}})
     async with start() as product:
         await product.ready()
         snapshots = product.gateway.snapshots()
@@ -89,7 +92,7 @@ async def test_queue_status_has_the_published_shape(start):
         await product.ready()
         status = await product.gateway.ask("queue_status")
     assert status == {
-        "policy": "continuous",
+        "policy": "batching_aware",
         "policy_version": status["policy_version"],
         "degradation_level": 0,
         "tiers": {
@@ -158,7 +161,7 @@ async def test_a_policy_that_fails_is_replaced_and_operators_are_told(start, mon
         (event,) = product.runtime._telemetry.snapshot().as_dict()["events"]
         assert (event["model"], event["kind"]) == ("demo", "policy")
         assert event["at"] == pytest.approx(WALL, abs=60)
-        assert "continuous failed and batching_aware works in its place" in event["text"]
+        assert "batching_aware failed and priority works in its place" in event["text"]
         assert "an average of nothing" in event["text"]
         metrics = await product.gateway.ask("metrics")
         assert 'harness_scheduling_events_total{kind="policy",model="demo"} 1.0' in metrics
