@@ -80,6 +80,7 @@ TABLE: dict[str, Shape] = {
     "spool_unavailable": _overloaded(5.0),
     "queue_timeout": _overloaded(2.0),
     "deadline_infeasible": _overloaded(2.0),
+    "deadline_unreachable": Shape(503, UNAVAILABLE, "deadline_unreachable"),
     "degraded": _overloaded(5.0),
     "shutdown": _overloaded(1.0),
     "scheduler_lost": _overloaded(1.0),

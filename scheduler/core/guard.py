@@ -67,10 +67,18 @@ class PolicyGuard:
         self._slow_passes = 0  # in a row, this one included once it is slow
 
     def use(self, name: str) -> None:
-        """Work with the policy of that name from now on. Raises ValueError for an unknown one."""
+        """Work with the policy of that name from now on, under the configuration that the books have now.
+
+        One that is in use already goes on with what it has learned. Raises ValueError for an unknown one.
+        """
         kind = policy_class(name)
+        kept = name == self.name and not self._failed
         self._failed.clear()
-        self._install(name, kind)
+        if not kept:
+            self._install(name, kind)
+            return
+        self._ask(lambda policy: policy.reconfigured())
+        self._adopt()
 
     # --- the calls of a policy --------------------------------------------------------------------------------------
 
@@ -165,6 +173,7 @@ class PolicyGuard:
     def _install(self, name: str, kind: type[Policy]) -> None:
         self.name = name
         self._spent, self._slow_passes = 0.0, 0
+        self._books.level = 0  # what one policy gives up the next one need not; it would never take it back
         try:
             self._policy = kind(self._books)
         except Exception as error:  # noqa: BLE001 - the boundary of a policy: whatever it raises, the pool goes on

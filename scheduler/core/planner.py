@@ -242,8 +242,8 @@ class Planner:
         dispatched = False
         while len(self._queue):
             dispatch, others = self._choose(batch_id, now)
+            decisions += others
             if dispatch is None:
-                decisions += others
                 break
             self._start(dispatch.request, now)
             decisions.append(dispatch)
@@ -326,24 +326,26 @@ class Planner:
         return min(max(self._queue.length(tier) / 2 / pace, low), high)
 
     def _choose(self, batch_id: str, now: float) -> tuple[Dispatch | None, list[Decision]]:
-        """The first candidate that the batcher lets in, or why none was."""
+        """The first candidate that the batcher lets in, or why none was; and in either case who is to make place."""
         others: list[Decision] = []
+        preempts: list[Decision] = []
         seen: set[str] = set()
         self._step_matters = False
         for candidate in self._policy.candidates(now):
             request = candidate.request
             if isinstance(candidate, Evict):
                 self._books.evicting = candidate.victim.id
-                others.append(Preempt(candidate.victim, request))
+                preempts.append(Preempt(candidate.victim, request))
                 continue
             blocked = candidate.reason if isinstance(candidate, Blocked) else self._batcher.blocked(request)
             if blocked is None:
-                return Dispatch(request, batch_id, candidate.reason, engine_priority=int(request.deadline * 1e6)), []
+                dispatch = Dispatch(request, batch_id, candidate.reason, engine_priority=int(request.deadline * 1e6))
+                return dispatch, preempts
             others.append(Hold(request, blocked))
             seen.add(request.id)
             self._step_matters = self._step_matters or blocked in STEP_REASONS
         others += [Hold(head, Reason.RANKED_BEHIND) for head in self._queue.heads() if head.id not in seen]
-        return None, others
+        return None, others + preempts
 
     def _start(self, request: Request, now: float) -> None:
         books = self._books

@@ -57,6 +57,7 @@ class Reason(StrEnum):
     DRAINING = "draining"
     SPOOL_UNAVAILABLE = "spool_unavailable"
     DEADLINE_INFEASIBLE = "deadline_infeasible"
+    DEADLINE_UNREACHABLE = "deadline_unreachable"  # also on an idle engine
     DEGRADED = "degraded"
     # left the queue without running
     QUEUE_TIMEOUT = "queue_timeout"

@@ -19,6 +19,7 @@ OUR_REASONS = frozenset(
         Reason.SPOOL_UNAVAILABLE,
         Reason.QUEUE_TIMEOUT,
         Reason.DEADLINE_INFEASIBLE,
+        Reason.DEADLINE_UNREACHABLE,
         Reason.DEGRADED,
     }
 )

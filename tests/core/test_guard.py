@@ -16,7 +16,17 @@ from scheduler.core.books import Books
 from scheduler.core.guard import SLOW_SECONDS, STUCK_SECONDS, PolicyReplaced
 from scheduler.core.planner import Planner
 from scheduler.core.policies import Blocked, Candidate, Policy
-from scheduler.core.types import Dispatch, Expire, Outcome, PolicyConfig, PoolCapacity, Reason, Refusal, Request
+from scheduler.core.types import (
+    Dispatch,
+    Expire,
+    Outcome,
+    PolicyConfig,
+    PoolCapacity,
+    Reason,
+    Refusal,
+    Request,
+    TierSpec,
+)
 from tests.core.cast import TIERS, dispatched, request
 
 ROOMY = PoolCapacity(max_seqs=2, step_tokens=512, kv_tokens=64_000, block_size=16, max_model_len=4096)
@@ -201,6 +211,34 @@ def test_a_change_of_configuration_gives_the_policy_another_try() -> None:
     with patch.dict(policies.POLICIES, {"faulty": lambda books: Faulty(books, plan)}):
         pool.reconfigure(TIERS, PolicyConfig(name="faulty"), 1.0)
     assert pool.policy == "faulty"
+
+
+def test_a_change_of_configuration_leaves_a_policy_that_works_in_place_with_what_it_has_learned() -> None:
+    made: list[Books] = []
+
+    def counted(books: Books) -> Policy:
+        made.append(books)
+        return Faulty(books, Plan())
+
+    with patch.dict(policies.POLICIES, {"faulty": counted}):
+        pool = Planner(ROOMY, TIERS, PolicyConfig(name="faulty"))
+        pool.reconfigure(TIERS, PolicyConfig(name="faulty", max_batch=1), 1.0)
+        assert len(made) == 1
+        pool.reconfigure(TIERS, PolicyConfig(name="continuous"), 2.0)
+        pool.reconfigure(TIERS, PolicyConfig(name="faulty"), 3.0)
+    assert len(made) == 2
+
+
+def test_the_degradation_level_outlives_a_change_of_tiers_but_not_its_policy() -> None:
+    pool = Planner(ROOMY, TIERS, PolicyConfig(name="batching_aware"))
+    pool.engine_failed(1.0, "it died")
+    pool.reconfigure(TIERS | {"new": TierSpec("new", rank=4)}, PolicyConfig(name="batching_aware"), 2.0)
+    assert pool.snapshot(2.0).level == 4
+    pool.arrive(request("a", "gold", 2.0), 2.0)
+    pool.decide(2.0)
+    assert pool.snapshot(2.0).level == 4
+    pool.reconfigure(TIERS, PolicyConfig(name="priority"), 3.0)
+    assert pool.snapshot(3.0).level == 0, "nobody would take it back"
 
 
 def test_an_unknown_policy_is_an_error_of_whoever_asks_for_it() -> None:

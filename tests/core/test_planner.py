@@ -1,11 +1,25 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
+from scheduler.core import policies
 from scheduler.core.lifecycle import IllegalTransition, State
-from scheduler.core.types import Dispatch, Expire, Hold, Outcome, PolicyConfig, PoolCapacity, Reason, StepReport
+from scheduler.core.policies import Blocked, Candidate, Evict, Offer, Policy
+from scheduler.core.types import (
+    Dispatch,
+    Expire,
+    Hold,
+    Outcome,
+    PolicyConfig,
+    PoolCapacity,
+    Preempt,
+    Reason,
+    StepReport,
+)
 from tests.core.cast import CAPACITY, TIERS, dispatched, planner, request
 
 DONE = Outcome(completion_tokens=10)
@@ -274,3 +288,28 @@ def test_what_a_running_request_is_charged_can_be_asked_before_it_ends() -> None
     pool.decide(0.0)
     pool.step(StepReport(at=0.1, elapsed=0.1, prefill_tokens=10, decode_seqs=0, running=1, waiting=0, kv_usage=0.1))
     assert pool.engine_seconds("a") == pytest.approx(0.1)
+
+
+class Evicting(Policy):
+    """Has the first that runs make place for the head of gold, and offers what waits in silver meanwhile."""
+
+    def candidates(self, now: float) -> Iterator[Offer]:
+        for head in self.books.queue.heads():
+            if head.tier == "silver":
+                yield Candidate(head, Reason.FAIR_TURN)
+                continue
+            yield Blocked(head, Reason.SLOTS_FULL)
+            if self.books.evicting is None:
+                yield Evict(head, self.books.batcher.running()[0].request)
+
+
+def test_an_eviction_is_carried_out_also_if_another_request_is_dispatched_in_the_same_decision() -> None:
+    with patch.dict(policies.POLICIES, {"evicting": Evicting}):
+        pool = planner("evicting")
+    pool.arrive(request("runs", "silver"), 0.0)
+    pool.decide(0.0)
+    pool.arrive(request("urgent", "gold", 1.0), 1.0)
+    pool.arrive(request("passes", "silver", 1.0), 1.0)
+    decisions = pool.decide(1.0)
+    assert dispatched(decisions) == ["passes"]
+    assert [(d.request.id, d.beneficiary.id) for d in decisions if isinstance(d, Preempt)] == [("runs", "urgent")]

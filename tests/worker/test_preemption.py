@@ -256,7 +256,7 @@ async def test_a_degraded_service_gives_the_tokens_that_it_has_decided_to_give(s
 
 
 async def test_what_a_policy_refuses_is_our_overload_with_advice(start):
-    await Tier.objects.filter(name="free").aupdate(on_infeasible="reject", slo_ttft=0.02)
+    await Tier.objects.filter(name="free").aupdate(on_infeasible="reject", slo_ttft=0.5)
     await sync_to_async(config.update)({"policy": {"name": "batching_aware"}})
     async with start() as product:
         await product.ready()
@@ -269,3 +269,14 @@ async def test_what_a_policy_refuses_is_our_overload_with_advice(start):
         assert refused.last.retry_after is not None
         tier = product.runtime._telemetry.snapshot().tiers["free"]
         assert tier.judged > tier.attained
+
+
+async def test_what_even_an_idle_engine_could_not_serve_in_time_is_refused_without_advice_to_try_again(start):
+    await Tier.objects.filter(name="free").aupdate(on_infeasible="reject", slo_ttft=0.001)
+    await sync_to_async(config.update)({"policy": {"name": "batching_aware"}})
+    async with start() as product:
+        await product.ready()
+        answer = product.submit(tier="free", words=400, max_tokens=5)
+        await product.until(answer.done)
+        assert (answer.last.reason, answer.last.retry_after) == (Reason.DEADLINE_UNREACHABLE, None)
+        assert "for this request alone" in answer.last.message

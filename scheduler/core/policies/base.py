@@ -87,6 +87,9 @@ class Policy:
     def stepped(self, report: StepReport) -> None:
         """The engine has made a step."""
 
+    def reconfigured(self) -> None:
+        """Tiers or bounds have changed while this policy was in use."""
+
     def engine_failed(self, now: float, cause: str) -> None:
         """The engine has died or makes no steps: it is being rebuilt."""
 

@@ -25,6 +25,7 @@ from scheduler.core.length_model import PromptHistory
 from scheduler.core.policies.base import Blocked, Candidate, Evict, Offer, Policy
 from scheduler.core.reservation import Reservation, may_pass, reserve
 from scheduler.core.service import FLOOR_CLAMP
+from scheduler.core.step_model import StepLoad
 from scheduler.core.types import Lane, OnInfeasible, Outcome, Reason, Refusal, Request, StepReport, TierSpec
 
 GUARD_ABOVE = 0.25  # engine-seconds of floor credit
@@ -69,9 +70,9 @@ class BatchingAware(Policy):
         self._busy_seen = books.service.busy
         self._admission = 1.0  # share of the worst rank's arrivals that is let in while degraded
         self._admission_credit = 0.0
-        self._refresh_ranks()
+        self.reconfigured()
 
-    def _refresh_ranks(self) -> None:
+    def reconfigured(self) -> None:
         tiers = self.books.tiers
         self._ranked = sorted(tiers.values(), key=lambda tier: (tier.rank, tier.name))
         self._best = self._ranked[0].rank if self._ranked else 1
@@ -102,7 +103,7 @@ class BatchingAware(Policy):
         if tier.rank == self._best:
             self._best_seen = now
         if self.latest_start(request) < now:
-            return self._infeasible(request, tier, now)
+            return self._unreachable(request, tier) or self._infeasible(request, tier)
         if tier.on_infeasible is OnInfeasible.REJECT and (refusal := self._backlog(request, tier, now)):
             return refusal
         if self.books.level and (refusal := self._degraded(request, tier, now)):
@@ -122,15 +123,30 @@ class BatchingAware(Policy):
     def overdue(self, request: Request, now: float) -> Request | Refusal | None:
         if request.lane is Lane.LATE or request.evictions or self.latest_start(request) > now:
             return None
-        return self._infeasible(request, self.books.tier(request), now)
+        return self._infeasible(request, self.books.tier(request))
 
-    def _infeasible(self, request: Request, tier: TierSpec, now: float) -> Request | Refusal:
+    def _unreachable(self, request: Request, tier: TierSpec) -> Refusal | None:
+        """The refusal of what an idle engine could not serve in time either: another try would end like this one."""
+        books = self.books
+        seconds = books.alone_seconds(request.prompt_tokens)
+        if not request.stream:
+            alone = StepLoad(0, 1, request.prompt_tokens)
+            seconds += books.expected_tokens(request, OPTIMISTIC) * books.steps.predict(alone)
+        promised = request.deadline - request.arrival
+        if tier.on_infeasible is OnInfeasible.LATE or seconds * books.steps.quantile(OPTIMISTIC) <= promised:
+            return None
+        return Refusal(
+            Reason.DEADLINE_UNREACHABLE,
+            f"The model needs about {seconds:.1f} s for this request alone, and its deadline is {promised:.1f} s.",
+        )
+
+    def _infeasible(self, request: Request, tier: TierSpec) -> Request | Refusal:
         if tier.on_infeasible is OnInfeasible.LATE:
             return replace(request, lane=Lane.LATE)
         return Refusal(
             Reason.DEADLINE_INFEASIBLE,
             f"The deadline of {request.deadline - request.arrival:.1f} s cannot be met at the present load.",
-            self._clears_in(tier),
+            max(self._clears_in(tier), TICK),
         )
 
     def _backlog(self, request: Request, tier: TierSpec, now: float) -> Refusal | None:
