@@ -283,7 +283,9 @@ def test_the_management_api_asks_for_the_scope_in_the_same_envelope(product: Pro
     assert product.get(path, "acme/prod").status_code == 403
     missing = product.get(path)
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
-    assert product.get("/api/v1/nonsense").json()["error"]["code"] == "unknown_url"
+    for method in ("GET", "POST"):
+        unknown = httpx.request(method, product.url + "/api/v1/nonsense", headers=product.auth("acme/ops"))
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_url")
     assert httpx.delete(product.url + path, headers=product.auth("acme/ops")).status_code == 405
 
 
