@@ -14,7 +14,6 @@ import random
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -132,7 +131,10 @@ class Served:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One request of a run. `before`: tokens that earlier runs of it have made."""
+    """One request of a run. `before`: tokens that earlier runs of it have made.
+
+    A task that is cancelled before its first step never enters its coroutine: such a flight is told by `evicting`.
+    """
 
     request: Request
     record: Record
@@ -140,6 +142,8 @@ class Flight:
     before: int = 0
     produced: list[int] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
+    entered: bool = False
+    evicting: bool = False
 
 
 class Front(Protocol):
@@ -271,8 +275,11 @@ class Run:
                 await self._arrive(record)
             self._all_over.clear()
             if self._flights:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._all_over.wait(), DRAIN_SECONDS)
+                over = asyncio.create_task(self._all_over.wait(), name="all-over")
+                await asyncio.wait([over, front], timeout=DRAIN_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                over.cancel()
+            if front.done():
+                front.result()  # it never ends by itself
         finally:
             front.cancel()
             await self._give_up()
@@ -282,6 +289,7 @@ class Run:
 
     def begin(self, request_id: str, priority: int) -> None:
         flight = self._flights[request_id]
+        flight.entered = flight.evicting = False
         flight.task = asyncio.create_task(self._run(flight, priority), name=f"run-{request_id}")
 
     def refuse(self, request_id: str, reason: Reason) -> None:
@@ -290,9 +298,10 @@ class Run:
 
     def evict(self, request_id: str) -> None:
         self._evictions += 1
-        task = self._flights[request_id].task
-        assert task is not None
-        task.cancel()
+        flight = self._flights[request_id]
+        flight.evicting = True
+        if flight.entered and flight.task is not None:
+            flight.task.cancel()
 
     # --- details --------------------------------------------------------------------------------------------------
 
@@ -317,10 +326,15 @@ class Run:
         name = f"{self._name}-{flight.request.id}-{flight.before}"
         stream = self._live.generate(name, flight.request, priority, tuple(flight.produced))
         clock = self._live.clock
+        flight.entered = True
         try:
-            async for delta in stream:
-                self._deliver(flight, delta, clock.now())
+            if not flight.evicting:
+                async for delta in stream:
+                    self._deliver(flight, delta, clock.now())
         except asyncio.CancelledError:
+            if not flight.evicting:
+                raise
+        if flight.evicting and flight.tokens < flight.request.max_tokens:
             flight.before = flight.tokens
             self._front.evicted(flight, clock.now())
             return
@@ -349,9 +363,12 @@ class Run:
         self._front.stepped(report)
 
     async def _give_up(self) -> None:
-        """End what still runs. An evicted or a waiting request has no task."""
+        """End what still runs. Raises what a run has failed with: every arm is to do all of its work."""
         tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
         self._live.listener = lambda report: None
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
