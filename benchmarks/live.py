@@ -42,7 +42,7 @@ from scheduler.worker.pump import Bell, Pump
 
 DIRECT = {"vllm-fcfs": False, "vllm-priority": True}  # name -> is the rank passed on?
 LEAD_IN = 0.1  # seconds from the start of a run to its first possible arrival
-DRAIN_SECONDS = 90.0  # after the last arrival; what has not ended by then is given up
+DRAIN_SECONDS = 40.0  # after the last arrival, eight times the longest deadline; the rest is given up
 HELD_TICK = 0.05  # seconds between two looks while the engine's own queue is not empty
 FIRST_TOKENS = 3  # ids below are special
 
