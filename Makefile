@@ -1,12 +1,12 @@
 .DEFAULT_GOAL := help
-.PHONY: help run test setup lint bench clean lock
+.PHONY: help run test setup lint bench bench-scheduling clean lock
 
 PYTHON_BIN := .venv/bin/python
-# Options for `harness up`, as in: make run ARGS="--port 9000 --engine simulated"
+# Options for what the target starts, as in: make run ARGS="--port 9000 --engine simulated"
 ARGS ?=
 
 help: ## show this list
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | awk -F ': .*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | awk -F ': .*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 run: setup ## from nothing to a served model: environment, demo model, database, all processes (ARGS="--port 9000")
 	@exec .venv/bin/harness up $(ARGS)
@@ -25,6 +25,9 @@ lint: setup ## ruff, formatting, strict types, import contracts
 
 bench: setup ## side-by-side measurements, about two minutes; each prints a table of ratios
 	@set -e; for name in core wire gateway; do echo "== benchmarks/$$name.py"; $(PYTHON_BIN) -m benchmarks.$$name; done
+
+bench-scheduling: setup ## policies on the real engine, vLLM alone beside them: about two hours (ARGS="--blocks 4 --seconds 15")
+	@$(PYTHON_BIN) -m benchmarks.scheduling $(ARGS)
 
 clean: ## remove the environment and every cache (the data directory stays)
 	@rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage htmlcov

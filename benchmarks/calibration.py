@@ -1,0 +1,150 @@
+"""What a step of the started engine costs: a closed loop at several batch sizes, and a fit.
+
+Two fits of the same steps. The planner's step model learns from the time that the engine reports, as in production.
+The profile for load and simulator is fitted to the time from one report to the next, which is what a step really takes:
+scheduling, transport and the handling of outputs included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from benchmarks.live import LiveEngine
+from benchmarks.report import percentile
+from scheduler.core.planner import FIRST_GUESS
+from scheduler.core.step_model import Coefficients, StepLoad, StepModel
+from scheduler.core.types import Request, StepReport
+from scheduler.engines.simulated.machine import StepCost
+from scheduler.simulator.profiles import Profile
+from scheduler.simulator.trace import TraceRow
+
+ALONE_REQUESTS = 20  # short prompts on an idle engine, for the unloaded time to first token
+Floats = NDArray[np.float64]
+
+OUTLIER_SIGMAS = 3.0  # by the median deviation: what others did to this machine is no property of the engine
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """A step that followed another at once. `period`: seconds between their reports; `elapsed`: the engine's own."""
+
+    prefill_tokens: int
+    decode_seqs: int
+    decode_context: int
+    period: float
+    elapsed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """`error`: median |period - fitted| / period. `overhead`: share of the period that the engine does not report."""
+
+    profile: Profile
+    learned: Coefficients
+    samples: int
+    error: float
+    overhead: float
+    alone_ttft_p95: float
+
+
+@dataclass(slots=True)
+class Observer:
+    """Collects samples. `contexts`: context tokens of each decoding request."""
+
+    samples: list[StepSample] = field(default_factory=list)
+    contexts: dict[str, int] = field(default_factory=dict)
+    last: StepReport | None = None
+
+    def step(self, report: StepReport) -> None:
+        last, self.last = self.last, report
+        if last is not None and last.running and report.elapsed:
+            context = sum(self.contexts.values())
+            self.samples.append(
+                StepSample(report.prefill_tokens, report.decode_seqs, context, report.at - last.at, report.elapsed)
+            )
+
+
+async def calibrate(live: LiveEngine, rows: Sequence[TraceRow], seconds: float, name: str) -> Calibration:
+    """Run `rows` in a closed loop of 1, 2, 4 … sequences for `seconds` in all, in random order, and fit."""
+    alone = await _alone_ttft(live, rows)
+    observer = Observer()
+    live.listener = observer.step
+    sizes = [2**n for n in range(live.capacity.max_seqs.bit_length())]
+    rounds = [*sizes, *sizes]
+    draw = random.Random(1)
+    draw.shuffle(rounds)
+    try:
+        for number, size in enumerate(rounds):
+            until = live.clock.now() + seconds / len(rounds)
+            clients = (_client(live, rows, observer, until, f"cal-{number}-{n}", draw) for n in range(size))
+            await asyncio.gather(*clients)
+    finally:
+        live.listener = lambda report: None
+    cost, error = fit(observer.samples)
+    overhead = 1 - sum(s.elapsed for s in observer.samples) / sum(s.period for s in observer.samples)
+    profile = Profile(name, live.capacity, cost, "measured by the calibration of this run", derived=False)
+    return Calibration(profile, _learn(observer.samples), len(observer.samples), error, overhead, alone)
+
+
+def fit(samples: Sequence[StepSample]) -> tuple[StepCost, float]:
+    """Non-negative least squares of the period, a second time without outliers; and the median relative error."""
+    features = np.array([[1.0, s.prefill_tokens, s.decode_seqs, s.decode_context] for s in samples])
+    periods = np.array([s.period for s in samples])
+    solution = _solve(features, periods)
+    errors = np.abs(periods - features @ solution)
+    usual = errors <= OUTLIER_SIGMAS * 1.4826 * np.median(errors)
+    solution = _solve(features[usual], periods[usual])
+    relative = np.abs(periods - features @ solution) / periods
+    return StepCost(*(float(value) for value in solution)), float(np.median(relative))
+
+
+def _solve(features: Floats, periods: Floats) -> Floats:
+    scale = features.max(axis=0).clip(1.0)
+    solution, _ = nnls(features / scale, periods)
+    return np.asarray(solution / scale)
+
+
+def _learn(samples: Sequence[StepSample]) -> Coefficients:
+    """What the planner's own model makes of the same steps, in random order: it forgets what is long ago."""
+    model = StepModel(FIRST_GUESS)
+    for s in random.Random(2).sample(list(samples), len(samples)):
+        model.learn(StepLoad(s.prefill_tokens, s.decode_seqs, s.decode_context), s.elapsed)
+    return model.coefficients
+
+
+async def _client(
+    live: LiveEngine, rows: Sequence[TraceRow], observer: Observer, until: float, name: str, draw: random.Random
+) -> None:
+    number = 0
+    while live.clock.now() < until:
+        row = draw.choice(rows)
+        request_id = f"{name}-{number}"
+        async for delta in live.generate(request_id, _request(live, row), priority=0):
+            observer.contexts[request_id] = row.prompt_tokens + delta.tokens
+        observer.contexts.pop(request_id, None)
+        number += 1
+
+
+async def _alone_ttft(live: LiveEngine, rows: Sequence[TraceRow]) -> float:
+    """95th percentile of the time to first token of prompts below the median, one at a time."""
+    short = sorted(row.prompt_tokens for row in rows)[: len(rows) // 2]
+    draw = random.Random(3)
+    times: list[float] = []
+    for number in range(ALONE_REQUESTS):
+        row = TraceRow(0.0, draw.choice(short), 1)
+        begun = live.clock.now()
+        async for _ in live.generate(f"alone-{number}", _request(live, row), priority=0):
+            times.append(live.clock.now() - begun)
+    return percentile(times, 95)
+
+
+def _request(live: LiveEngine, row: TraceRow) -> Request:
+    now = live.clock.now()
+    return Request("calibration", "", "", now, row.prompt_tokens, row.output_tokens, True, now, now)
