@@ -36,6 +36,7 @@ from scheduler.core.types import (
     StepReport,
     TierSnapshot,
     TierSpec,
+    retry_advice,
 )
 
 # What a step may clear: it computes prompts, moves streams on, and brings running requests nearer to their ends.
@@ -44,7 +45,6 @@ STEP_REASONS = frozenset(
 )
 PRIORITY_LEVELS = ("high", "normal", "low")
 RECENT_DISPATCHES = 64  # how many dispatches of a tier its drain rate is taken from
-RETRY_AFTER_BOUNDS = (1.0, 60.0)  # seconds
 FIRST_GUESS: Coefficients = (0.02, 2e-4, 0.0, 5e-4, 0.0)  # a small engine; a few steps correct it
 
 
@@ -318,12 +318,11 @@ class Planner:
 
     def _retry_after(self, tier: str, now: float) -> float:
         """Seconds until half of the tier's queue has gone at its recent pace: later than one place, so no stampede."""
-        low, high = RETRY_AFTER_BOUNDS
         recent = self._dispatched.get(tier)
         if not recent or len(recent) < 2:
-            return high
+            return retry_advice(math.inf)
         pace = (len(recent) - 1) / max(now - recent[0], 1e-3)
-        return min(max(self._queue.length(tier) / 2 / pace, low), high)
+        return retry_advice(self._queue.length(tier) / 2 / pace)
 
     def _choose(self, batch_id: str, now: float) -> tuple[Dispatch | None, list[Decision]]:
         """The first candidate that the batcher lets in, or why none was; and in either case who is to make place."""

@@ -226,6 +226,15 @@ class Preempt:
 Decision = Dispatch | Expire | Hold | Preempt
 
 
+RETRY_AFTER_BOUNDS = (1.0, 60.0)  # seconds
+
+
+def retry_advice(seconds: float) -> float:
+    """When to come back for what should be possible in `seconds`: no stampede, and no promise for a far future."""
+    low, high = RETRY_AFTER_BOUNDS
+    return min(max(seconds, low), high)
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """The answer to an arrival that is not accepted."""

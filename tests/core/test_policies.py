@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scheduler.core import policies
 from scheduler.core.planner import Planner
 from scheduler.core.policies.article import LatencyModel
-from scheduler.core.types import Dispatch, Expire, Hold, Outcome, PolicyConfig, PoolCapacity, Reason
+from scheduler.core.types import Dispatch, Expire, Hold, Outcome, PolicyConfig, PoolCapacity, Reason, TierSpec
 from tests.core.cast import TIERS, dispatched, planner, request
 
 ROOMY = PoolCapacity(max_seqs=64, step_tokens=512, kv_tokens=64_000, block_size=16, max_model_len=4096)
@@ -293,3 +293,14 @@ def run_to_the_end(pool: Planner, now: float) -> list[str]:
             pool.finished(id, DONE, now)
             ended.append(id)
     raise AssertionError("the queue does not empty")
+
+
+def test_a_tier_without_weight_is_not_told_to_come_back_in_a_far_future() -> None:
+    tiers = TIERS | {"background": TierSpec("background", rank=4, weight=0.0, floor=0.0)}
+    pool = Planner(ROOMY, tiers, PolicyConfig(name="batching_aware"))
+    pool.books.level = 2
+    waiting = replace(request("waits", prompt_tokens=400, max_tokens=400, deadline=9.0), tier="background")
+    assert pool.arrive(waiting, 0.0) is None
+    refusal = pool.arrive(replace(waiting, id="refused"), 0.0)
+    assert refusal is not None
+    assert (refusal.reason, refusal.retry_after) == (Reason.DEGRADED, 60.0)

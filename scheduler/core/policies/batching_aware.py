@@ -26,7 +26,17 @@ from scheduler.core.policies.base import Blocked, Candidate, Evict, Offer, Polic
 from scheduler.core.reservation import Reservation, may_pass, reserve
 from scheduler.core.service import FLOOR_CLAMP
 from scheduler.core.step_model import StepLoad
-from scheduler.core.types import Lane, OnInfeasible, Outcome, Reason, Refusal, Request, StepReport, TierSpec
+from scheduler.core.types import (
+    Lane,
+    OnInfeasible,
+    Outcome,
+    Reason,
+    Refusal,
+    Request,
+    StepReport,
+    TierSpec,
+    retry_advice,
+)
 
 GUARD_ABOVE = 0.25  # engine-seconds of floor credit
 URGENT_SHARE = 0.35  # of the tier's deadline
@@ -146,7 +156,7 @@ class BatchingAware(Policy):
         return Refusal(
             Reason.DEADLINE_INFEASIBLE,
             f"The deadline of {request.deadline - request.arrival:.1f} s cannot be met at the present load.",
-            max(self._clears_in(tier), TICK),
+            retry_advice(self._clears_in(tier)),
         )
 
     def _backlog(self, request: Request, tier: TierSpec, now: float) -> Refusal | None:
@@ -164,7 +174,7 @@ class BatchingAware(Policy):
         return Refusal(
             Reason.DEADLINE_INFEASIBLE,
             f"The requests of this tier that wait already take {start - now:.1f} s.",
-            max(start - now - REOPEN_AT * (latest - now), 0.1),
+            retry_advice(start - now - REOPEN_AT * (latest - now)),
         )
 
     def _clears_in(self, tier: TierSpec, tenant: str | None = None) -> float:
@@ -204,7 +214,7 @@ class BatchingAware(Policy):
             self._admission_credit -= 0.0 if refused else 1.0
         if not refused:
             return None
-        wait = max(self._clears_in(tier), TICK)
+        wait = retry_advice(self._clears_in(tier))
         return Refusal(Reason.DEGRADED, f"The service is degraded (level {level}); better tiers go first.", wait)
 
     # --- once a second ----------------------------------------------------------------------------------------------
