@@ -1,4 +1,4 @@
-"""The adaptive batch cap: smaller when requests miss because of the batch, larger when all are served and some wait.
+"""The adaptive batch cap: smaller when requests miss because of the batch, larger when none does and some wait.
 
 One knob, one change at a time, and a dwell after each, so that cause and effect stay visible. What shrinks the batch
 is what a smaller batch can mend: a pace that is missed, steps that are too long on average (the contract is a mean, so
@@ -101,7 +101,7 @@ class Controller:
             return self._set(max(1, int(self.cap * SHRINK)), cause, now)
         self._good_ticks = self._good_ticks + 1 if self._may_grow(tiers, load) else 0
         if self._good_ticks >= GROW_TICKS:
-            return self._set(min(self.cap + 1, self.most), "everybody is served and some wait", now)
+            return self._set(min(self.cap + 1, self.most), "all that run keep their pace and some wait", now)
         return None
 
     def _set(self, cap: int, cause: str, now: float) -> CapChange | None:
@@ -132,8 +132,9 @@ class Controller:
         if self.cap >= self.most or load.step_mean >= LOW_PACE * _tightest(tiers):
             return False
         for name, tier in tiers.items():
-            mine = [one.attained for one in self._completions if one.tier == name]
-            if mine and sum(mine) / len(mine) < tier.objective:
+            # Misses in the queue do not count: a batch that is too small makes them, and would stay small for them.
+            paced = [not one.missed_pace for one in self._completions if one.tier == name]
+            if paced and sum(paced) / len(paced) < tier.objective:
                 return False
         return load.backlog or load.busy < IDLE_BUSY
 

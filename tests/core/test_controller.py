@@ -27,6 +27,16 @@ def test_misses_by_pace_shrink_the_batch_and_misses_in_the_queue_do_not() -> Non
     assert ticked(paced, CALM, 4, start=3.0) == ["tier gold misses its objective by its pace"]
 
 
+def test_misses_in_the_queue_do_not_keep_a_small_batch_small() -> None:
+    controller = Controller(64)
+    ticked(controller, Load(0.2, 0.0, 0.9, True), 1)
+    small = controller.cap
+    for n in range(30):
+        controller.completed(Completion(n * 0.1, "gold", attained=False))
+    ticked(controller, CALM, 12, start=6.0)
+    assert controller.cap > small
+
+
 def test_a_few_misses_of_few_requests_are_no_evidence() -> None:
     controller = Controller(64)
     for n in range(10):
