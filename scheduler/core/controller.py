@@ -18,6 +18,7 @@ TICK = 1.0  # seconds
 DWELL = 5.0
 WINDOW = 30.0  # seconds of completions that count
 MIN_COMPLETIONS = 20
+MIN_MISSES = 3  # by pace: at an objective of 99.9 % a single one would always be evidence
 SHRINK = 0.85
 GROW_TICKS = 5
 HIGH_PACE, LOW_PACE = 0.95, 0.80  # of the tightest tpot
@@ -90,6 +91,8 @@ class Controller:
         """Once a second: change the cap or not. Answers a change."""
         if now < self._next_tick:
             return None
+        if self._next_tick and now - self._next_tick > WINDOW:
+            self.cap = self.most  # after a pause nothing that was learned is known to hold
         self._next_tick = now + TICK
         while self._completions and self._completions[0].at < now - WINDOW:
             self._completions.popleft()
@@ -114,7 +117,7 @@ class Controller:
         return change
 
     def _too_much(self, tiers: Mapping[str, TierSpec], load: Load) -> str | None:
-        if load.step_mean > HIGH_PACE * _tightest(tiers):
+        if load.step_mean > HIGH_PACE * self._tightest(tiers):
             return "steps are as long as the tightest pace allows"
         if self._recomputing:
             return "the engine takes memory back from running requests"
@@ -124,12 +127,14 @@ class Controller:
             if len(mine) < MIN_COMPLETIONS or not misses:
                 continue
             slow = sum(one.missed_pace for one in misses)
-            if wilson_upper(len(mine) - len(misses), len(mine)) < tier.objective and slow * 2 > len(misses):
+            if slow < MIN_MISSES or slow * 2 <= len(misses):
+                continue
+            if wilson_upper(len(mine) - len(misses), len(mine)) < tier.objective:
                 return f"tier {name} misses its objective by its pace"
         return None
 
     def _may_grow(self, tiers: Mapping[str, TierSpec], load: Load) -> bool:
-        if self.cap >= self.most or load.step_mean >= LOW_PACE * _tightest(tiers):
+        if self.cap >= self.most or load.step_mean >= LOW_PACE * self._tightest(tiers):
             return False
         for name, tier in tiers.items():
             # Misses in the queue do not count: a batch that is too small makes them, and would stay small for them.
@@ -138,6 +143,7 @@ class Controller:
                 return False
         return load.backlog or load.busy < IDLE_BUSY
 
-
-def _tightest(tiers: Mapping[str, TierSpec]) -> float:
-    return min((tier.tpot for tier in tiers.values()), default=math.inf)
+    def _tightest(self, tiers: Mapping[str, TierSpec]) -> float:
+        """The shortest time per token that was promised to a tier which is being served."""
+        served = {one.tier for one in self._completions}
+        return min((tier.tpot for name, tier in tiers.items() if name in served), default=math.inf)

@@ -7,13 +7,20 @@ from tests.core.plant import TIERS
 CALM = Load(step_mean=0.02, recomputes=0.0, busy=0.9, backlog=True)
 
 
+def serving(most: int, tier: str = "gold") -> Controller:
+    """A controller that has seen one request of the tier well served."""
+    controller = Controller(most)
+    controller.completed(Completion(0.0, tier, attained=True))
+    return controller
+
+
 def ticked(controller: Controller, load: Load, seconds: int, start: float = 0.0) -> list[str]:
     changes = [controller.tick(start + n, TIERS, load) for n in range(seconds)]
     return [change.cause for change in changes if change is not None]
 
 
 def test_steps_that_take_the_whole_pace_shrink_the_batch_once_per_dwell() -> None:
-    controller = Controller(64)
+    controller = serving(64)
     ticked(controller, Load(0.2, 0.0, 0.9, True), 10)
     assert controller.cap == int(int(64 * 0.85) * 0.85)
 
@@ -28,13 +35,32 @@ def test_misses_by_pace_shrink_the_batch_and_misses_in_the_queue_do_not() -> Non
 
 
 def test_misses_in_the_queue_do_not_keep_a_small_batch_small() -> None:
-    controller = Controller(64)
+    controller = serving(64)
     ticked(controller, Load(0.2, 0.0, 0.9, True), 1)
     small = controller.cap
     for n in range(30):
         controller.completed(Completion(n * 0.1, "gold", attained=False))
     ticked(controller, CALM, 12, start=6.0)
     assert controller.cap > small
+
+
+def test_the_pace_of_tiers_that_nobody_uses_shrinks_nothing() -> None:
+    assert ticked(serving(64, "bronze"), Load(0.2, 0.0, 0.9, True), 3) == []
+
+
+def test_one_or_two_misses_are_no_evidence_however_strict_the_objective() -> None:
+    controller = Controller(4)
+    for n in range(30):
+        controller.completed(Completion(n * 0.1, "gold", attained=n > 1, missed_pace=n <= 1))
+    assert ticked(controller, CALM, 4, start=3.0) == []
+
+
+def test_after_a_pause_the_batch_is_whole_again() -> None:
+    controller = serving(64)
+    ticked(controller, Load(0.2, 0.0, 0.9, True), 1)
+    assert controller.cap < 64
+    controller.tick(60.0, TIERS, CALM)
+    assert controller.cap == 64
 
 
 def test_a_few_misses_of_few_requests_are_no_evidence() -> None:
@@ -45,7 +71,7 @@ def test_a_few_misses_of_few_requests_are_no_evidence() -> None:
 
 
 def test_the_batch_grows_by_one_when_all_are_served_and_some_wait() -> None:
-    controller = Controller(64)
+    controller = serving(64)
     ticked(controller, Load(0.2, 0.0, 0.9, True), 1)
     small = controller.cap
     ticked(controller, CALM, 20, start=6.0)
@@ -59,7 +85,7 @@ def test_recomputes_of_the_engine_shrink_the_batch_until_they_end() -> None:
 
 
 def test_the_cap_never_leaves_one_to_most() -> None:
-    controller = Controller(3)
+    controller = serving(3)
     ticked(controller, Load(0.2, 5.0, 0.9, True), 200)
     assert controller.cap == 1
     controller.resize(2)
