@@ -263,7 +263,7 @@ class Planner:
                 continue
             verdict = self._policy.overdue(request, now)
             if isinstance(verdict, Refusal):
-                ends.append(Expire(self._leave_queue(request.id), verdict.reason, verdict.retry_after))
+                ends.append(Expire(self._leave_queue(request.id), verdict.reason, verdict.retry_after, verdict.message))
             elif verdict is not None:
                 self._queue.move(request.id, verdict.lane)
                 self._changed = True

@@ -205,6 +205,7 @@ class Expire:
     request: Request
     reason: Reason
     retry_after: float | None = None  # seconds; None = no advice
+    message: str | None = None  # for the caller; None = it waited too long
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,7 @@ class Work:
 
     def _expire(self, expire: Expire, now: float) -> None:
         flight = self.flights.pop(expire.request.id)
-        message = f"The request waited {now - flight.arrival:.1f} s without getting its turn."
+        message = expire.message or f"The request waited {now - flight.arrival:.1f} s without getting its turn."
         wait = RETRY_EXPIRED if expire.retry_after is None else expire.retry_after
         if expire.reason is Reason.QUEUE_TIMEOUT:
             self._services.dead_letters.put(flight, Cause.WAITED_TOO_LONG, message)
