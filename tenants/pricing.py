@@ -52,11 +52,6 @@ def _closeness(price: Price, tier: str, tenant_id: str) -> int:
     return 1
 
 
-def price_for(model: str, tier: str, tenant_id: str, at: datetime) -> Price | None:
-    """`PriceBook.find` on the price book as it is now."""
-    return PriceBook.load().find(model, tier, tenant_id, at)
-
-
 def charge(price: Price, prompt: int, cached: int, completion: int) -> Decimal:
     """The charge for token counts: `cached` of the `prompt` tokens at the cached price. Raises ValueError if more."""
     if not 0 <= cached <= prompt or completion < 0:

@@ -43,7 +43,6 @@ from scheduler.core.types import (
 STEP_REASONS = frozenset(
     {Reason.PREFILL_BUDGET, Reason.STREAM_PACE, Reason.LONG_LANE, Reason.KV_FULL, Reason.RESERVATION}
 )
-PRIORITY_LEVELS = ("high", "normal", "low")
 RECENT_DISPATCHES = 64  # how many dispatches of a tier its drain rate is taken from
 FIRST_GUESS: Coefficients = (0.02, 2e-4, 0.0, 5e-4, 0.0)  # a small engine; a few steps correct it
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenants.models import Price, Tenant
-from tenants.pricing import charge, price_for
+from tenants.pricing import PriceBook, charge
 
 JANUARY = datetime(2026, 1, 1, tzinfo=UTC)
 JUNE = datetime(2026, 6, 1, tzinfo=UTC)
@@ -34,27 +34,27 @@ def test_the_tenants_own_price_goes_before_its_tiers_and_that_before_everybodys(
     everybodys, tiers, own = price("1 1 1"), price("2 2 2", tier=acme.tier), price("3 3 3", tenant=acme)
     vip, free, acme_id, globex_id = acme.tier.name, globex.tier.name, str(acme.pk), str(globex.pk)
     everybodys.save()
-    assert price_for("demo", vip, acme_id, JUNE) == everybodys
+    assert PriceBook.load().find("demo", vip, acme_id, JUNE) == everybodys
     tiers.save()
-    assert price_for("demo", vip, acme_id, JUNE) == tiers
+    assert PriceBook.load().find("demo", vip, acme_id, JUNE) == tiers
     own.save()
-    assert price_for("demo", vip, acme_id, JUNE) == own
-    assert price_for("demo", vip, "0", JUNE) == tiers
-    assert price_for("demo", free, globex_id, JUNE) == everybodys
+    assert PriceBook.load().find("demo", vip, acme_id, JUNE) == own
+    assert PriceBook.load().find("demo", vip, "0", JUNE) == tiers
+    assert PriceBook.load().find("demo", free, globex_id, JUNE) == everybodys
 
 
 def test_a_price_holds_from_its_instant_until_the_next(db: None) -> None:
     old, new = price(), price("0.30 0.05 0.60", JUNE)
     new.save()
     old.save()
-    assert price_for("demo", "vip", "1", JANUARY) == old
-    assert price_for("demo", "vip", "1", JUNE) == new
-    assert price_for("demo", "vip", "1", datetime(2025, 12, 31, tzinfo=UTC)) is None
+    assert PriceBook.load().find("demo", "vip", "1", JANUARY) == old
+    assert PriceBook.load().find("demo", "vip", "1", JUNE) == new
+    assert PriceBook.load().find("demo", "vip", "1", datetime(2025, 12, 31, tzinfo=UTC)) is None
 
 
 def test_a_model_without_a_price_has_none(db: None) -> None:
     price().save()
-    assert price_for("other", "vip", "1", JULY) is None
+    assert PriceBook.load().find("other", "vip", "1", JULY) is None
 
 
 def test_an_example_to_the_digit() -> None:
