@@ -173,6 +173,7 @@ AUTH_PASSWORD_VALIDATORS = [
 ]
 LOGIN_URL = "account_login"
 LOGIN_REDIRECT_URL = "home"
+UNFOLD = {"SITE_TITLE": "Harness", "SITE_HEADER": "Harness"}  # what the administration calls itself
 ACCOUNT_LOGOUT_REDIRECT_URL = "account_login"
 ACCOUNT_ADAPTER = "harness_web.accounts.ClosedAdapter"
 ACCOUNT_LOGIN_METHODS = {"username"}
