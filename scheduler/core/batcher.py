@@ -5,11 +5,13 @@ A policy may be unfair; it cannot be unsafe, because whatever it ranks first mus
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
-from scheduler.core.kv_forecast import peak
+from scheduler.core.kv_forecast import Forecast
 from scheduler.core.types import PoolCapacity, Reason, Request, TierSpec
 
 Lengths = Callable[[Request, int], int]  # request, produced -> tokens that it will have produced in the end
@@ -25,15 +27,15 @@ class InFlight:
     tokens: int = 0  # produced so far
     blocks: int = 0
     first_token: float | None = None
-    expected: int = 0  # tokens that it will have produced in the end, as of `recheck`
+    expected: int = 0  # tokens that it will have produced in the end, as it was asked last
     recheck: int = 0  # tokens at which `expected` is old
 
     def remaining(self, lengths: Lengths) -> int:
         """Tokens still to come. Asking for lengths is costly, so that an answer is kept for a while."""
-        if self.tokens >= self.recheck or self.tokens >= self.expected:
-            self.expected = lengths(self.request, self.tokens)
-            self.recheck = self.tokens + max(RECHECK_TOKENS, self.tokens // 4)
-        return max(self.expected - self.tokens, 0)
+        if self.tokens >= self.recheck:
+            self.expected = max(lengths(self.request, self.tokens), self.tokens)
+            self.recheck = min(self.tokens + max(RECHECK_TOKENS, self.tokens // 4), self.expected)
+        return self.expected - self.tokens
 
 
 class Batcher:
@@ -47,8 +49,8 @@ class Batcher:
         self._blocks = 0
         self._worst = 0  # blocks if everything produced all it may
         self._context = 0
-        self._forecast: list[tuple[int, int]] | None = None  # what runs, as `peak` takes it; None: to be made anew
-        self._refused: list[tuple[float, int, int]] = []  # limit, tokens, blocks of what this forecast had no room for
+        self._forecast: Forecast | None = None  # of what runs; None: to be made anew
+        self._behind: float | None = None  # see `next_behind`; None: to be found anew
         self.decoding = 0
 
     @property
@@ -90,7 +92,7 @@ class Batcher:
 
     def resize(self, capacity: PoolCapacity, max_batch: int | None) -> None:
         """New bounds. What runs keeps running, also above a lowered cap; nothing enters until it fits again."""
-        self._forecast = None
+        self._outdated()
         self._capacity = capacity
         self._max_batch = max_batch
         self._blocks = self._worst = 0
@@ -130,22 +132,31 @@ class Batcher:
         blocks = self._capacity.blocks
         if self._worst + blocks(request.worst_case_tokens) <= limit:
             return None  # even the worst case fits: no need to look at each request
-        asked = (limit, lengths(request, 0), self._first_blocks(request))
-        flights = self._flights(lengths)
-        if any(asked[0] <= one[0] and asked[1] >= one[1] and asked[2] >= one[2] for one in self._refused):
-            return Reason.KV_FULL  # a smaller one has just been refused a larger part
-        if peak([*flights, asked[1:]], self._capacity.block_size) <= limit:
-            return None
-        self._refused.append(asked)
-        return Reason.KV_FULL
+        peak = self._current_forecast(lengths).peak_with(lengths(request, 0), self._first_blocks(request))
+        return None if peak <= limit else Reason.KV_FULL
 
     def peak_share(self, lengths: Lengths) -> float:
         """The future peak of what runs, as a share of the pool."""
-        return peak(self._flights(lengths), self._capacity.block_size) / max(self._capacity.total_blocks, 1)
+        return self._current_forecast(lengths).peak / max(self._capacity.total_blocks, 1)
+
+    def next_behind(self, tiers: Mapping[str, TierSpec]) -> float:
+        """The earliest instant at which an open stream that got no more tokens would be behind the pace of its tier.
+
+        Infinite while no stream is open. A change of the tiers is told by `resize`.
+        """
+        if self._behind is None:
+            self._behind = min(
+                [
+                    flight.first_token + flight.tokens * tiers[flight.request.tier].tpot
+                    for flight in self._running.values()
+                    if flight.first_token is not None
+                ],
+                default=math.inf,
+            )
+        return self._behind
 
     def enter(self, request: Request, now: float) -> None:
         """The request takes a slot and the blocks of its prompt and first token."""
-        self._forecast = None
         blocks = self._first_blocks(request)
         self._running[request.id] = InFlight(request, now, blocks=blocks)
         self._per_tier[request.tier] += 1
@@ -157,7 +168,7 @@ class Batcher:
         flight = self._running.get(request_id)
         if flight is None or tokens <= flight.tokens:
             return False
-        self._forecast = None
+        self._outdated()
         first = flight.first_token is None
         if first:
             flight.first_token = now
@@ -172,7 +183,7 @@ class Batcher:
 
     def leave(self, request_id: str) -> InFlight:
         """The request gives back what it holds. Raises KeyError if it does not run."""
-        self._forecast = None
+        self._outdated()
         flight = self._running.pop(request_id)
         self._per_tier[flight.request.tier] -= 1
         self._blocks -= flight.blocks
@@ -182,14 +193,20 @@ class Batcher:
             self._context -= flight.request.prompt_tokens + flight.tokens
         return flight
 
-    def _flights(self, lengths: Lengths) -> list[tuple[int, int]]:
-        # One decision asks for several candidates; sorted once, so that sorting again with one more is nearly free.
+    def _current_forecast(self, lengths: Lengths) -> Forecast:
         if self._forecast is None:
-            self._refused.clear()
-            self._forecast = sorted(
-                ((one.remaining(lengths), one.blocks) for one in self._running.values()), reverse=True
-            )
+            flights = [
+                (one.expected - one.tokens if one.tokens < one.recheck else one.remaining(lengths), one.blocks)
+                for one in self._running.values()
+            ]  # most need not be asked: a call for each of them would be half of the time of a decision
+            self._forecast = Forecast(flights, self._capacity.block_size)
+        for one in islice(self._running.values(), len(self._forecast), None):  # what has entered since
+            self._forecast.add(one.remaining(lengths), one.blocks)
         return self._forecast
+
+    def _outdated(self) -> None:
+        self._forecast = None
+        self._behind = None
 
     def _first_blocks(self, request: Request) -> int:
         return self._capacity.blocks(request.prompt_tokens + 1)

@@ -3,23 +3,64 @@
 Requests end one by one, the shortest remainder first. Just before the j-th longest ends, the j longest are alive and
 each has grown by that remainder:
 
-    Peak = max over j of [ sum of current blocks of the j longest-remaining + j x blocks(remaining_j) ]
+    total_j = sum of current blocks of the j longest-remaining + j x blocks(remaining_j)        Peak = max over j
 
 Admission against the present use alone lets output growth run into preemption; admission against the sum of all
 maxima leaves half of the memory empty.
+
+One more request of `b` blocks at place p of that order leaves the totals before it as they are, and adds to each after
+it its own blocks and those that it will have grown by: total_j + b + blocks(remaining_j). One decision asks for several
+candidates, so that the totals are kept.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable
+from itertools import accumulate, count
+from operator import add, mul
 
 
-def peak(flights: Iterable[tuple[int, int]], block_size: int) -> int:
-    """Blocks at the peak, for pairs (remaining tokens, current blocks)."""
-    current = highest = 0
-    for count, (remaining, blocks) in enumerate(sorted(flights, reverse=True), 1):
-        current += blocks
-        total = current + count * -(-remaining // block_size)
-        if total > highest:  # in the hot path of every admission: no call
-            highest = total
-    return highest
+class Forecast:
+    """Peak of some flights, given as pairs (remaining tokens, current blocks), and of those with another."""
+
+    def __init__(self, flights: Iterable[tuple[int, int]], block_size: int) -> None:
+        ordered = sorted(flights, reverse=True)
+        self._block_size = block_size
+        self._order = [-remaining for remaining, _ in ordered]  # the longest remainder first, ascending to be bisected
+        self._growths = [-(order // block_size) for order in self._order]  # blocks(remaining)
+        self._held = list(accumulate([blocks for _, blocks in ordered]))  # by the j longest
+        self._totals = list(map(add, self._held, map(mul, count(1), self._growths)))
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def peak(self) -> int:
+        """Blocks at the peak."""
+        return max(self._totals, default=0)
+
+    def peak_with(self, remaining: int, blocks: int) -> int:
+        """Blocks at the peak if one more request ran."""
+        at = bisect(self._order, -remaining)
+        before = max(self._totals[:at], default=0)
+        after = max(map(add, self._totals[at:], self._growths[at:]), default=0)
+        return max(before, self._own(at, remaining, blocks), after + blocks)
+
+    def add(self, remaining: int, blocks: int) -> None:
+        """One more request runs."""
+        at = bisect(self._order, -remaining)
+        own = self._own(at, remaining, blocks)
+        held = self._held[at - 1] if at else 0
+        self._totals[at:] = [
+            own,
+            *(total + growth + blocks for total, growth in zip(self._totals[at:], self._growths[at:], strict=True)),
+        ]
+        self._held[at:] = [held + blocks, *(one + blocks for one in self._held[at:])]
+        self._order.insert(at, -remaining)
+        self._growths.insert(at, -(-remaining // self._block_size))
+
+    def _own(self, at: int, remaining: int, blocks: int) -> int:
+        """The total of one more request at that place."""
+        held = self._held[at - 1] if at else 0
+        return held + blocks + (at + 1) * -(-remaining // self._block_size)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler.core.kv_forecast import peak
+from scheduler.core.kv_forecast import Forecast
 from scheduler.core.types import Dispatch, Expire, Lane, OnInfeasible, PolicyConfig, Preempt, Reason
 from scheduler.engines.simulated.machine import StepCost
 from tests.core.plant import CAPACITY, COST, TIERS, Arrival, Plant, coefficients
@@ -69,7 +69,7 @@ def test_memory_at_its_peak_leaves_each_tiers_headroom(arrivals: list[Arrival]) 
         cautious = plant.planner._policy._policy._cautious
         flights = [(flight.remaining(cautious), flight.blocks) for flight in books.batcher.running()]
         limit = (1 - tier.headroom) * CAPACITY.total_blocks
-        assert alone or peak(flights, CAPACITY.block_size) <= limit
+        assert alone or Forecast(flights, CAPACITY.block_size).peak <= limit
 
     plant.planner.books.batcher.enter = checked  # type: ignore[method-assign]
     plant.play()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.core.kv_forecast import peak
+from scheduler.core.kv_forecast import Forecast
 from scheduler.core.length_model import LengthModel, PromptHistory, bucket
 from scheduler.core.step_model import Coefficients, StepLoad, StepModel
 
@@ -130,7 +130,10 @@ def test_the_history_of_prompts_knows_its_high_end() -> None:
     assert history.quantile(0.99) >= 4000
 
 
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 8)), min_size=1, max_size=6), st.integers(1, 16))
+FLIGHTS = st.tuples(st.integers(0, 60), st.integers(1, 8))  # remaining tokens, current blocks
+
+
+@given(st.lists(FLIGHTS, min_size=1, max_size=6), st.integers(1, 16))
 def test_the_peak_is_what_stepping_through_time_finds(flights: list[tuple[int, int]], block: int) -> None:
     """The formula is the maximum over all steps, blocks counted whole for each request's growth."""
     longest = max(remaining for remaining, _ in flights)
@@ -138,9 +141,22 @@ def test_the_peak_is_what_stepping_through_time_finds(flights: list[tuple[int, i
         sum(blocks + -(-min(step, remaining) // block) for remaining, blocks in flights if remaining >= step)
         for step in range(longest + 1)
     )
-    assert peak(flights, block) == by_time
+    assert Forecast(flights, block).peak == by_time
+
+
+@given(st.lists(FLIGHTS, max_size=8), st.lists(FLIGHTS, min_size=1, max_size=4), st.integers(1, 16))
+def test_a_forecast_with_more_requests_is_the_forecast_of_all_of_them(
+    flights: list[tuple[int, int]], more: list[tuple[int, int]], block: int
+) -> None:
+    """Asking for one more and adding one more agree with a forecast that was made of all at once."""
+    forecast = Forecast(flights, block)
+    for number, one in enumerate(more, 1):
+        whole = Forecast([*flights, *more[:number]], block).peak
+        assert forecast.peak_with(*one) == whole
+        forecast.add(*one)
+        assert forecast.peak == whole
 
 
 def test_the_peak_of_nothing_is_nothing() -> None:
-    assert peak([], 16) == 0
-    assert peak(itertools.repeat((0, 3), 4), 16) == 12
+    assert Forecast([], 16).peak == 0
+    assert Forecast(itertools.repeat((0, 3), 4), 16).peak == 12

@@ -458,13 +458,8 @@ class BatchingAware(Policy):
         if reason is Reason.FLOOR_GUARD and books.service.tiers[tier.name].credit >= FLOOR_CLAMP:
             return None
         chunk = min(pending + request.prompt_tokens, books.capacity.step_tokens)
-        stall = PACE_MARGIN * books.step_time(chunk)
-        for flight in books.batcher.running():
-            if flight.first_token is not None:
-                tpot = books.tiers[flight.request.tier].tpot
-                if flight.first_token + flight.tokens * tpot - now < stall:
-                    return Reason.STREAM_PACE
-        return None
+        in_hand = books.batcher.next_behind(books.tiers) - now
+        return Reason.STREAM_PACE if in_hand < PACE_MARGIN * books.step_time(chunk) else None
 
     def _long_lane_full(self, request: Request, now: float) -> bool:
         """One long prefill at a time (two while the best rank is quiet), and a bounded part of memory for them."""
