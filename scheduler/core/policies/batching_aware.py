@@ -341,7 +341,11 @@ class BatchingAware(Policy):
             yield request, reason
 
     def _urgent(self, tiers: list[TierSpec], now: float) -> list[Request]:
-        """Heads whose latest start is near, of tiers that are not too far ahead of the others; smallest key first."""
+        """Heads whose latest start is near, of tiers that are not too far ahead of the others.
+
+        Better ranks first, then the smallest key: with more urgent work than room, deadline order alone would let
+        every rank miss by a little.
+        """
         accounts = self.books.service.tiers
         least = min((accounts[tier.name].own.virtual() for tier in tiers), default=0.0)
         found = []
@@ -353,10 +357,12 @@ class BatchingAware(Policy):
                 continue
             heads = [self._urgent_head(tier, lane) for lane in LANES]
             found += [head for head in heads if head is not None and self._urgent_from(head, tier) <= now]
-        return sorted(found, key=lambda head: (self.key(head), head.arrival, head.id))
+        return sorted(found, key=lambda head: (self.books.tier(head).rank, self.key(head), head.arrival, head.id))
 
     def _urgent_from(self, head: Request, tier: TierSpec) -> float:
-        """The instant from which on a head is urgent."""
+        """The instant from which on a head is urgent: at once in the best rank while the last slot is contended."""
+        if tier.rank == self._best and len(self.books.batcher) >= self._cap() - 1:
+            return head.arrival
         window = max(2 * self.books.step_time(), URGENT_SHARE * tier.deadline(0.0, True, 0, None))
         return self.latest_start(head) - window
 
