@@ -1,4 +1,4 @@
-"""What a step of the started engine costs: a closed loop at several batch sizes, and a fit.
+"""What a step of the started engine costs: a closed loop at several batch sizes, an open one like the runs, and a fit.
 
 Two fits of the same steps. The planner's step model learns from the time that the engine reports, as in production.
 The profile for load and simulator is fitted to the time from one report to the next, which is what a step really takes:
@@ -9,37 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from benchmarks.live import LiveEngine
+from benchmarks.live import LiveEngine, Run, StepObserver, StepSample
 from benchmarks.report import percentile
 from scheduler.core.planner import FIRST_GUESS
 from scheduler.core.step_model import Coefficients, StepLoad, StepModel
-from scheduler.core.types import Request, StepReport
+from scheduler.core.types import Request
 from scheduler.engines.simulated.machine import StepCost
 from scheduler.simulator.profiles import Profile
 from scheduler.simulator.trace import TraceRow
+from scheduler.simulator.workload import Workload
 
 ALONE_REQUESTS = 20  # short prompts on an idle engine, for the unloaded time to first token
 Floats = NDArray[np.float64]
 
 OUTLIER_SIGMAS = 3.0  # by the median deviation: what others did to this machine is no property of the engine
-
-
-@dataclass(frozen=True, slots=True)
-class StepSample:
-    """A step that followed another at once. `period`: seconds between their reports; `elapsed`: the engine's own."""
-
-    prefill_tokens: int
-    decode_seqs: int
-    decode_context: int
-    period: float
-    elapsed: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,43 +44,35 @@ class Calibration:
     alone_ttft_p95: float
 
 
-@dataclass(slots=True)
-class Observer:
-    """Collects samples. `contexts`: context tokens of each decoding request."""
+async def calibrate(
+    live: LiveEngine, rows: Sequence[TraceRow], seconds: float, name: str, offer: Callable[[Profile], Workload]
+) -> Calibration:
+    """Half of `seconds` in a closed loop of 1, 2, 4 … sequences, then an open one that `offer` makes for its result.
 
-    samples: list[StepSample] = field(default_factory=list)
-    contexts: dict[str, int] = field(default_factory=dict)
-    last: StepReport | None = None
-
-    def step(self, report: StepReport) -> None:
-        last, self.last = self.last, report
-        if last is not None and last.running and report.elapsed:
-            context = sum(self.contexts.values())
-            self.samples.append(
-                StepSample(report.prefill_tokens, report.decode_seqs, context, report.at - last.at, report.elapsed)
-            )
-
-
-async def calibrate(live: LiveEngine, rows: Sequence[TraceRow], seconds: float, name: str) -> Calibration:
-    """Run `rows` in a closed loop of 1, 2, 4 … sequences for `seconds` in all, in random order, and fit."""
+    The closed loop holds each batch size still; the open one has what runs have, prompts that come while others decode
+    and a planner beside the engine, and so decides how long a step really takes.
+    """
     alone = await _alone_ttft(live, rows)
-    observer = Observer()
-    live.listener = observer.step
-    sizes = [2**n for n in range(live.capacity.max_seqs.bit_length())]
-    rounds = [*sizes, *sizes]
-    draw = random.Random(1)
-    draw.shuffle(rounds)
-    try:
-        for number, size in enumerate(rounds):
-            until = live.clock.now() + seconds / len(rounds)
-            clients = (_client(live, rows, observer, until, f"cal-{number}-{n}", draw) for n in range(size))
-            await asyncio.gather(*clients)
-    finally:
-        live.listener = lambda report: None
-    cost, error = fit(observer.samples)
-    overhead = 1 - sum(s.elapsed for s in observer.samples) / sum(s.period for s in observer.samples)
-    profile = Profile(name, live.capacity, cost, "measured by the calibration of this run", derived=False)
-    return Calibration(profile, _learn(observer.samples), len(observer.samples), error, overhead, alone)
+    closed = await _closed_loop(live, rows, seconds / 2)
+    rough = Profile(name, live.capacity, fit(closed)[0], "a closed loop", derived=False)
+    run = Run(live, offer(rough), "continuous", "calibration", learn(closed))
+    samples = [*closed, *(await run.serve()).samples]
+    cost, error = fit(samples)
+    overhead = 1 - sum(s.elapsed for s in samples) / sum(s.period for s in samples)
+    profile = replace(rough, cost=cost, basis="measured by the calibration of this run")
+    return Calibration(profile, learn(samples), len(samples), error, overhead, alone)
+
+
+def slowdown(samples: Sequence[StepSample], cost: StepCost) -> float:
+    """How much longer these steps took than `cost` says, in sum: 1 is no longer."""
+    predicted = sum(
+        cost.base
+        + cost.prefill_token * s.prefill_tokens
+        + cost.decode_seq * s.decode_seqs
+        + cost.kv_token * s.decode_context
+        for s in samples
+    )
+    return sum(s.period for s in samples) / predicted
 
 
 def fit(samples: Sequence[StepSample]) -> tuple[StepCost, float]:
@@ -111,7 +93,7 @@ def _solve(features: Floats, periods: Floats) -> Floats:
     return np.asarray(solution / scale)
 
 
-def _learn(samples: Sequence[StepSample]) -> Coefficients:
+def learn(samples: Sequence[StepSample]) -> Coefficients:
     """What the planner's own model makes of the same steps, in random order: it forgets what is long ago."""
     model = StepModel(FIRST_GUESS)
     for s in random.Random(2).sample(list(samples), len(samples)):
@@ -119,17 +101,32 @@ def _learn(samples: Sequence[StepSample]) -> Coefficients:
     return model.coefficients
 
 
-async def _client(
-    live: LiveEngine, rows: Sequence[TraceRow], observer: Observer, until: float, name: str, draw: random.Random
-) -> None:
-    number = 0
-    while live.clock.now() < until:
-        row = draw.choice(rows)
-        request_id = f"{name}-{number}"
-        async for delta in live.generate(request_id, _request(live, row), priority=0):
-            observer.contexts[request_id] = row.prompt_tokens + delta.tokens
-        observer.contexts.pop(request_id, None)
-        number += 1
+async def _closed_loop(live: LiveEngine, rows: Sequence[TraceRow], seconds: float) -> list[StepSample]:
+    """Every batch size twice, in random order."""
+    contexts: dict[str, int] = {}  # KV tokens of each decoding request
+    observer = StepObserver(lambda: sum(contexts.values()))
+    live.listener = observer.step
+    rounds = 2 * [2**n for n in range(live.capacity.max_seqs.bit_length())]
+    draw = random.Random(1)
+    draw.shuffle(rounds)
+
+    async def client(name: str, until: float) -> None:
+        number = 0
+        while live.clock.now() < until:
+            row = draw.choice(rows)
+            request_id = f"{name}-{number}"
+            async for delta in live.generate(request_id, _request(live, row), priority=0):
+                contexts[request_id] = row.prompt_tokens + delta.tokens
+            contexts.pop(request_id, None)
+            number += 1
+
+    try:
+        for number, size in enumerate(rounds):
+            until = live.clock.now() + seconds / len(rounds)
+            await asyncio.gather(*(client(f"cal-{number}-{n}", until) for n in range(size)))
+    finally:
+        live.listener = lambda report: None
+    return observer.samples
 
 
 async def _alone_ttft(live: LiveEngine, rows: Sequence[TraceRow]) -> float:

@@ -10,6 +10,7 @@ Prompts are random tokens of the exact length, outputs have their forced length:
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 import zlib
@@ -17,6 +18,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import psutil
 
 from scheduler.clock import RealClock
 from scheduler.core.planner import Planner
@@ -47,6 +50,24 @@ HELD_TICK = 0.05  # seconds between two looks while the engine's own queue is no
 FIRST_TOKENS = 3  # ids below are special
 
 
+def leave_computing_cores_alone() -> None:
+    """Keep this process and the engine's loop off the cores that the engine computes on.
+
+    vLLM on the CPU binds its worker to cores and reserves one for the rest, but nothing keeps the rest off the
+    worker's. Does nothing where no core is left or nothing is bound.
+    """
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    cores = {process.pid: set(process.cpu_affinity()) for process in family}
+    everything = cores[os.getpid()]
+    rest = everything - set().union(*(some for some in cores.values() if some < everything))
+    if not rest or rest == everything:
+        return
+    for process in family:
+        if cores[process.pid] == everything:
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, rest)
+
+
 class LiveEngine:
     """The started engine, and prompts for it. `listener` hears each step."""
 
@@ -72,6 +93,7 @@ class LiveEngine:
             create_engine, "vllm", "benchmark", options, clock=RealClock(), on_step=on_step, data_dir=data_dir
         )
         limits = await engine.start()
+        leave_computing_cores_alone()
         prompt = ChatPrompt(({"role": "user", "content": "Hello"},))
         live = cls(engine, limits.capacity, await engine.render(prompt, Sampling(max_tokens=1)), limits.vocab_size)
         reports.append(lambda report: live.listener(report))
@@ -98,6 +120,33 @@ class LiveEngine:
                 yield event
 
 
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """A step that followed another at once. `period`: seconds between their reports; `elapsed`: the engine's own."""
+
+    prefill_tokens: int
+    decode_seqs: int
+    decode_context: int
+    period: float
+    elapsed: float
+
+
+class StepObserver:
+    """Makes samples of reports. `context`: KV tokens of what decodes, when asked."""
+
+    def __init__(self, context: Callable[[], int]) -> None:
+        self.samples: list[StepSample] = []
+        self._context = context
+        self._last: StepReport | None = None
+
+    def step(self, report: StepReport) -> None:
+        last, self._last = self._last, report
+        if last is not None and last.running and report.elapsed:
+            period = report.at - last.at
+            sample = StepSample(report.prefill_tokens, report.decode_seqs, self._context(), period, report.elapsed)
+            self.samples.append(sample)
+
+
 @dataclass(slots=True)
 class Steps:
     """What the engine reported while a run lasted. `late`: seconds that arrivals were sent after their instant."""
@@ -121,12 +170,17 @@ class Steps:
 
 @dataclass(slots=True)
 class Served:
-    """A finished run. Instants in `records` are seconds from its beginning. `delivered`: tokens by the last arrival."""
+    """A finished run. Instants in `records` are seconds from its beginning.
+
+    `delivered`: tokens by the last arrival. `cpu`: seconds of this process until then, the engine's processes excluded.
+    """
 
     records: list[Record]
     steps: Steps
+    samples: list[StepSample]
     delivered: int
     evictions: int
+    cpu: float
 
 
 @dataclass(slots=True, eq=False)
@@ -140,6 +194,7 @@ class Flight:
     record: Record
     tokens: int = 0
     before: int = 0
+    context: int = 0  # KV tokens once it decodes
     produced: list[int] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
     entered: bool = False
@@ -254,6 +309,8 @@ class Run:
         self._flights: dict[str, Flight] = {}
         self._all_over = asyncio.Event()
         self._steps = Steps()
+        self._observer = StepObserver(lambda: self._context)
+        self._context = 0
         self._delivered = 0
         self._evictions = 0
         self._begun = 0.0
@@ -270,9 +327,11 @@ class Run:
         self._live.listener = self._stepped
         front = asyncio.create_task(self._front.run(), name="front")
         self._begun = self._live.clock.now() + LEAD_IN
+        cpu = time.process_time()
         try:
             for record in self._records:
                 await self._arrive(record)
+            cpu = time.process_time() - cpu
             self._all_over.clear()
             if self._flights:
                 over = asyncio.create_task(self._all_over.wait(), name="all-over")
@@ -283,7 +342,7 @@ class Run:
         finally:
             front.cancel()
             await self._give_up()
-        return Served(self._records, self._steps, self._delivered, self._evictions)
+        return Served(self._records, self._steps, self._observer.samples, self._delivered, self._evictions, cpu)
 
     # --- what a front asks for ------------------------------------------------------------------------------------
 
@@ -334,6 +393,8 @@ class Run:
         except asyncio.CancelledError:
             if not flight.evicting:
                 raise
+        self._context -= flight.context
+        flight.context = 0
         if flight.evicting and flight.tokens < flight.request.max_tokens:
             flight.before = flight.tokens
             self._front.evicted(flight, clock.now())
@@ -349,6 +410,9 @@ class Run:
         if now - self._begun <= self._workload.span:
             self._delivered += delta.tokens - flight.tokens
         flight.tokens = delta.tokens
+        context = flight.request.prompt_tokens + flight.tokens
+        self._context += context - flight.context
+        flight.context = context
         flight.produced += delta.token_ids
         self._front.progressed(flight, now)
 
@@ -360,6 +424,7 @@ class Run:
     def _stepped(self, report: StepReport) -> None:
         if report.at - self._begun <= self._workload.span:
             self._steps.add(report)
+            self._observer.step(report)
         self._front.stepped(report)
 
     async def _give_up(self) -> None:

@@ -26,9 +26,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.calibration import Calibration, calibrate
+from benchmarks.calibration import Calibration, calibrate, slowdown
 from benchmarks.live import DIRECT, LiveEngine, Run, Served
-from benchmarks.paired import Interval, median_difference, ratio_of_totals
+from benchmarks.paired import Interval, holm, median_difference, ratio_of_totals, signed_rank, wilson
 from benchmarks.report import keep, percentile, show
 from scheduler import demo_model
 from scheduler.core.policies import POLICIES
@@ -43,9 +43,14 @@ from tests.engines.tiny_model import make_tiny_model
 DATA_DIR = Path(__file__).resolve().parent.parent / "var"
 ARMS = ("batching_aware", "article", "priority", "continuous", "vllm-fcfs", "vllm-priority")
 OURS = "batching_aware"
+AGAIN = ":again"  # after the name of an arm: the same once more, to show what two equal arms differ by
+CALIBRATION_RHO = 0.9
 WARM_UP = 2.0  # seconds of arrivals that are served and not counted
 CONTEXT = 2048
-ENGINE = {"max_seqs": 32, "step_tokens": 256, "kv_space_gib": 0.05, "max_model_len": CONTEXT}
+ENGINE = {"max_seqs": 32, "step_tokens": 256, "max_model_len": CONTEXT}
+# Memory for all that may run, and lengths that keep a run of seconds well above the time of one request.
+MEMORY_GIB = {"tiny": 0.05, "demo": 2.0}
+SCALES = {"tiny": (0.25, 0.5), "demo": (0.0625, 0.125)}
 # Prefix caches would make the second run of a block faster than the first.
 ENGINE_FIXED = {"enable_prefix_caching": False}
 # Of the Azure conversation trace of 2023, as published with it: (share of requests, at most so many tokens).
@@ -58,7 +63,11 @@ PROBE_ROUNDS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run in figures. Rates are per second of the arrival span; counts leave the warm-up out."""
+    """One run in figures. Rates are per second of the arrival span; counts leave the warm-up out.
+
+    `slowdown`: how much longer steps took than the calibration says. `front_cpu`: cores that this process used, the
+    engine's own excluded.
+    """
 
     arm: str
     load: float
@@ -76,6 +85,8 @@ class Outcome:
     evictions: int
     unfinished: int
     late_p99: float
+    slowdown: float
+    front_cpu: float
     probe: float
 
     def attainment(self, tier: str) -> float:
@@ -143,10 +154,19 @@ def block_workload(
     return build_workload(chosen, profile, tiers, demand)
 
 
+def calibration_load(rows: Sequence[TraceRow], rough: Profile, options: argparse.Namespace) -> Workload:
+    """What is offered while the cost of a step is measured: rows that no block begins with."""
+    demand = Demand(rho=CALIBRATION_RHO, seed=options.seed)
+    part = 0.5 / options.blocks
+    return block_workload(rows, rough, DEFAULT_TIERS, part, demand, options.calibration / 2)
+
+
 # --- what came of it --------------------------------------------------------------------------------------------------
 
 
-def judge(served: Served, workload: Workload, arm: str, load: float, block: int, probe: float) -> Outcome:
+def judge(
+    served: Served, workload: Workload, found: Calibration, arm: str, load: float, block: int, probe: float
+) -> Outcome:
     counted = [record for record in served.records if record.request.arrival >= WARM_UP]
     span, steps = workload.span - WARM_UP, served.steps
     requests = {name: sum(record.request.tier == name for record in counted) for name in workload.tiers}
@@ -171,6 +191,8 @@ def judge(served: Served, workload: Workload, arm: str, load: float, block: int,
         evictions=served.evictions,
         unfinished=sum(record.last_token is None and record.refusal is None for record in served.records),
         late_p99=percentile(steps.late, 99),
+        slowdown=slowdown(served.samples, found.profile.cost),
+        front_cpu=served.cpu / workload.span,
         probe=probe,
     )
 
@@ -223,7 +245,7 @@ class Benchmark:
             "alone_ttft_p95": found.alone_ttft_p95,
         }
         keep(
-            "scheduling",
+            self._options.keep,
             {
                 "versions": versions,
                 "options": {name: str(value) for name, value in vars(self._options).items()},
@@ -242,9 +264,12 @@ class Benchmark:
         """Real and simulated latencies of each load and policy, over all blocks."""
         for load, workloads in self._workloads.items():
             for arm in self._options.arms:
-                if arm not in POLICIES or len(self.of(load, arm)) != len(workloads):
+                if arm.removesuffix(AGAIN) not in POLICIES or len(self.of(load, arm)) != len(workloads):
                     continue
-                replays = [replay(workload, self.found.profile, PolicyConfig(name=arm)) for workload in workloads]
+                replays = [
+                    replay(workload, self.found.profile, PolicyConfig(name=arm.removesuffix(AGAIN)))
+                    for workload in workloads
+                ]
                 predicted = _latency_figures([record for one in replays for record in one.records], self.tiers)
                 measured = _latency_figures(self._records[load, arm], self.tiers)
                 yield {"load": load, "arm": arm, "measured": measured, "predicted": predicted}
@@ -256,10 +281,10 @@ class Benchmark:
 
     async def _one(self, block: int, load: float, arm: str, workload: Workload) -> None:
         probe = probe_machine()
-        run = Run(self._live, workload, arm, f"{block}-{load}-{arm}", self.found.learned)
+        run = Run(self._live, workload, arm.removesuffix(AGAIN), f"{block}-{load}-{arm}", self.found.learned)
         served = await run.serve()
         self._records[load, arm] += served.records
-        self.outcomes.append(judge(served, workload, arm, load, block, probe))
+        self.outcomes.append(judge(served, workload, self.found, arm, load, block, probe))
 
 
 def _latency_figures(records: Sequence[Record], tiers: Mapping[str, TierSpec]) -> dict[str, float]:
@@ -295,22 +320,23 @@ def show_calibration(benchmark: Benchmark) -> None:
 
 def show_results(benchmark: Benchmark, loads: Sequence[float], arms: Sequence[str]) -> None:
     tiers = list(benchmark.tiers)
-    headings = ["load, arm", *tiers, "goodput/s", "value", "tokens/s", "batch", "engine queue", "most", "evicted"]
+    headings = ["load, arm", *tiers, "goodput/s", "value", "tokens/s", "batch"]
+    headings += ["step x", "cpu", "engine queue", "most", "evicted"]
     rows = []
     for load in loads:
         for arm in arms:
             outcomes = benchmark.of(load, arm)
-            pooled = (
-                sum(o.attained[t] for o in outcomes) / max(sum(o.requests[t] for o in outcomes), 1) for t in tiers
-            )
+            pooled = [(sum(o.attained[t] for o in outcomes), sum(o.requests[t] for o in outcomes)) for t in tiers]
             rows.append(
                 [
                     f"{load:g} {arm}",
-                    *(f"{share:.3f}" for share in pooled),
+                    *(_share(*counts) for counts in pooled),
                     f"{median(o.goodput for o in outcomes):.1f}",
                     f"{median(o.value for o in outcomes):.3f}",
                     f"{median(o.tokens_per_second for o in outcomes):.0f}",
                     f"{median(o.mean_batch for o in outcomes):.1f}",
+                    f"{median(o.slowdown for o in outcomes):.2f}",
+                    f"{median(o.front_cpu for o in outcomes):.2f}",
                     f"{median(o.engine_waiting for o in outcomes):.2f}",
                     str(max(o.most_engine_waiting for o in outcomes)),
                     str(sum(o.evictions for o in outcomes)),
@@ -320,9 +346,15 @@ def show_results(benchmark: Benchmark, loads: Sequence[float], arms: Sequence[st
     show(f"Attainment pooled, the rest medians of {blocks} blocks", headings, rows)
 
 
+def _share(attained: int, requests: int) -> str:
+    low, high = wilson(attained, requests)
+    return f"{attained / max(requests, 1):.3f} [{low:.3f}, {high:.3f}]"
+
+
 def show_differences(benchmark: Benchmark, loads: Sequence[float], arms: Sequence[str]) -> None:
     best = min(benchmark.tiers, key=lambda name: benchmark.tiers[name].rank)
-    rows = []
+    rows: list[list[str]] = []
+    doubts: list[float] = []
     for load in loads:
         ours = benchmark.of(load, OURS)
         for arm in arms:
@@ -334,8 +366,19 @@ def show_differences(benchmark: Benchmark, loads: Sequence[float], arms: Sequenc
             value = median_difference([o.value for o in ours], [o.value for o in theirs])
             top = median_difference([o.attainment(best) for o in ours], [o.attainment(best) for o in theirs])
             rows.append([f"{load:g} {arm}", _cell(goodput), _cell(tokens), f"{value:+.3f}", f"{top:+.3f}"])
-    headings = ["load, compared with", "goodput ratio", "throughput ratio", "value", f"attainment of {best}"]
-    show(f"{OURS} against the others, in pairs, with 95 % bootstrap intervals over blocks", headings, rows)
+            doubts.append(signed_rank([o.value for o in ours], [o.value for o in theirs]))
+    for row, doubt in zip(rows, holm(doubts), strict=True):
+        row.append(f"{doubt:.3f}")
+    headings = [
+        "load, compared with",
+        "goodput ratio",
+        "throughput ratio",
+        "value",
+        f"attainment of {best}",
+        "p(value)",
+    ]
+    title = f"{OURS} against the others, in pairs, with 95 % bootstrap intervals over blocks; p: signed ranks, Holm"
+    show(title, headings, rows)
 
 
 def _cell(interval: Interval | None) -> str:
@@ -380,12 +423,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--blocks", type=int, default=12)
     add("--seconds", type=float, default=30.0, help="of arrivals in each run")
     add("--calibration", type=float, default=30.0, help="seconds")
-    add("--arms", type=lambda text: _names(text, parser), default=list(ARMS), help=f"of {', '.join(_all_arms())}")
-    add("--loads", type=lambda text: [float(part) for part in text.split(",")], default=[0.7, 1.0, 1.3])
     add(
-        "--scale", type=float, nargs=2, default=[0.25, 0.5], metavar=("PROMPT", "OUTPUT"), help="of the trace's lengths"
+        "--arms",
+        type=lambda text: _names(text, parser),
+        default=list(ARMS),
+        help=f"of {', '.join(_all_arms())}; once more: NAME{AGAIN}",
     )
+    add("--loads", type=lambda text: [float(part) for part in text.split(",")], default=[0.7, 1.0, 1.3])
+    add("--scale", type=float, nargs=2, metavar=("PROMPT", "OUTPUT"), help="of the trace's lengths, by model if absent")
     add("--seed", type=int, default=1)
+    add("--keep", default="scheduling", metavar="NAME", help="of the result's file")
     options = parser.parse_args(arguments)
     if options.seconds <= 2 * WARM_UP or options.blocks < 1:
         parser.error(f"a run takes more than {2 * WARM_UP:g} seconds, and there is at least one block")
@@ -398,7 +445,7 @@ def _all_arms() -> list[str]:
 
 def _names(text: str, parser: argparse.ArgumentParser) -> list[str]:
     names = text.split(",")
-    if unknown := [name for name in names if name not in _all_arms()]:
+    if unknown := [name for name in names if name.removesuffix(AGAIN) not in _all_arms()]:
         parser.error(f"unknown arm {unknown[0]!r}: choose of {', '.join(_all_arms())}")
     return names
 
@@ -417,12 +464,20 @@ def prepare_model(name: str) -> Path:
 
 async def measure(options: argparse.Namespace) -> None:
     trace = synthetic_trace() if options.trace is None else read_trace(options.trace)
-    rows = fit_rows(trace, options.scale, CONTEXT)
+    rows = fit_rows(trace, options.scale or SCALES[options.model], CONTEXT)
     model = prepare_model(options.model)
     print("starting vLLM …", flush=True)
-    live = await LiveEngine.start({"path": str(model), **ENGINE, **ENGINE_FIXED}, DATA_DIR)
+    live = await LiveEngine.start(
+        {"path": str(model), "kv_space_gib": MEMORY_GIB[options.model], **ENGINE, **ENGINE_FIXED}, DATA_DIR
+    )
     try:
-        found = await calibrate(live, rows, options.calibration, f"cpu-{options.model}")
+        found = await calibrate(
+            live,
+            rows,
+            options.calibration,
+            f"cpu-{options.model}",
+            lambda rough: calibration_load(rows, rough, options),
+        )
         benchmark = Benchmark(options, live, found, rows)
         show_calibration(benchmark)
         await benchmark.run()
