@@ -32,13 +32,13 @@ def reserve(books: Books, request: Request, slots: int, blocks: int, lengths: Le
     answers what they will have produced.
     """
     need = books.capacity.blocks(request.prompt_tokens + books.expected_tokens(request))
-    step, residual = books.step_time(), books.residual(now)
+    step, next_step, size = books.step_time(), now + books.residual(now), books.capacity.block_size
     flights = []
-    for flight in books.batcher.running():
-        remaining = flight.remaining(lengths)
-        prefill = books.service.prefill_left(flight.request.id)
-        end = now + residual + remaining * step + (books.prefill_seconds(prefill) if prefill else 0.0)
-        flights.append((end, books.capacity.blocks(flight.request.prompt_tokens + flight.tokens + remaining)))
+    for flight in books.batcher.running():  # in the hot path of a full engine: few calls
+        end = next_step + flight.remaining(lengths) * step
+        if flight.first_token is None and (prefill := books.service.prefill_left(flight.request.id)):
+            end += books.prefill_seconds(prefill)
+        flights.append((end, -(-(flight.request.prompt_tokens + flight.expected) // size)))
     flights.sort()
     used_slots = len(flights)
     used_blocks = sum(held for _, held in flights)

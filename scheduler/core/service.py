@@ -38,23 +38,25 @@ class Integrals:
 class Meter:
     """Engine-seconds of a group of decoding requests (of one request, of a tenant, of a tier)."""
 
-    __slots__ = ("_a", "_b", "_c", "_count", "_frame", "_integrals", "_settled")
+    __slots__ = ("_a", "_b", "_c", "_count", "_frame", "_index", "_integrals", "_settled")
 
     def __init__(self, integrals: Integrals) -> None:
         self._integrals = integrals
         self._settled = 0.0
         self._count = 0
         self._frame = 0  # sum of (context - step index) at joining
-        self._a, self._b, self._c = integrals.a, integrals.b, integrals.c
+        self._a, self._b, self._c, self._index = integrals.a, integrals.b, integrals.c, integrals.index
 
     def read(self) -> float:
         """Engine-seconds so far."""
         now = self._integrals
+        if self._index == now.index:  # a decision reads each a dozen times between two steps
+            return self._settled
         if self._count:
             self._settled += (
                 self._count * (now.a - self._a) + self._frame * (now.b - self._b) + self._count * (now.c - self._c)
             )
-        self._a, self._b, self._c = now.a, now.b, now.c
+        self._a, self._b, self._c, self._index = now.a, now.b, now.c, now.index
         return self._settled
 
     def charge(self, seconds: float) -> None:
@@ -91,8 +93,11 @@ class Account:
 
     def order(self) -> float:
         """V plus what is on its way: dispatched, predicted, not yet measured."""
-        pending = max(self.outstanding - (self.meter.read() - self.settled), 0.0)
-        return self.virtual() + (pending / self.weight if self.weight > 0 else 0.0)
+        if self.weight <= 0:
+            return math.inf
+        received = self.meter.read()
+        pending = max(self.outstanding - (received - self.settled), 0.0)
+        return self.offset + received / self.weight + pending / self.weight
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ never takes less time.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 FORGETTING = 0.995
 CLIP_SIGMAS = 3.0
@@ -31,8 +31,7 @@ Coefficients = tuple[float, float, float, float, float]
 Vector = list[float]
 
 
-@dataclass(frozen=True, slots=True)
-class StepLoad:
+class StepLoad(NamedTuple):
     """What a step has to do. `prefill_context`: mean context of the prefilled tokens."""
 
     prefill_tokens: int = 0

@@ -77,6 +77,7 @@ class BatchingAware(Policy):
         self._looked_at = 0.0  # the last decision
         self._step_times: deque[float] = deque(maxlen=STEPS_KEPT)
         self._preemptions = 0  # engine recomputes since the last tick
+        self._reservation: Reservation | None = None  # of this pass over the candidates
         self._busy_seen = books.service.busy
         self._admission = 1.0  # share of the worst rank's arrivals that is let in while degraded
         self._admission_credit = 0.0
@@ -299,6 +300,7 @@ class BatchingAware(Policy):
         if not tiers:
             return
         self.books.service.pace()
+        self._reservation = None
         waiting: Request | None = None  # the one that has the pool's reservation
         for request, reason in self._turns(tiers, self._urgent(tiers, now), now):
             tier = self.books.tier(request)
@@ -445,8 +447,10 @@ class BatchingAware(Policy):
         return max(int(cap * LEVEL_3_BATCH), 1) if self.books.level >= 3 else cap
 
     def _reserve(self, request: Request, tier: TierSpec, now: float) -> Reservation:
-        blocks = int((1 - tier.headroom) * self.books.capacity.total_blocks)
-        return reserve(self.books, request, self.books.batcher.cap, blocks, self._cautious, now)
+        if self._reservation is None or self._reservation.request is not request:
+            blocks = int((1 - tier.headroom) * self.books.capacity.total_blocks)
+            self._reservation = reserve(self.books, request, self.books.batcher.cap, blocks, self._cautious, now)
+        return self._reservation
 
     def _cautious(self, request: Request, produced: int) -> int:
         return self.books.expected_tokens(request, CAUTIOUS, produced)
