@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from scheduler.core.types import Contract, TierSpec
+from scheduler.core.types import Contract, Reason, TierSpec
 from scheduler.simulator.replay import Record, Replay
 
 WARM_UP = 60.0  # seconds left out of the shares of engine time, when the run is at least twice as long
@@ -140,7 +140,8 @@ def _shares(replay: Replay) -> dict[str, tuple[float | None, float | None]]:
     """(expected, received) shares of the engine time by tier, without the first minute of arrivals.
 
     Demand is what a tier's requests used, and for those that did not run, what they would have used: their cost at
-    full batch, corrected by how much more than that the others really used.
+    full batch, corrected by how much more than that the others really used. A request that its tier refuses because
+    even an idle engine would be too late for it is no demand: no share of engine time could serve it.
     """
     tiers, span = replay.workload.tiers, replay.workload.span
     start = WARM_UP if span >= 2 * WARM_UP else 0.0
@@ -150,6 +151,8 @@ def _shares(replay: Replay) -> dict[str, tuple[float | None, float | None]]:
     served_cost = 0.0
     for record in counted:
         received[record.request.tier] += record.service
+        if record.refusal is Reason.DEADLINE_UNREACHABLE:
+            continue
         if record.last_token is None:
             unserved[record.request.tier] += record.cost
         else:

@@ -166,4 +166,5 @@ def _request(number: int, row: TraceRow, arrival: float, tier: TierSpec, tenant:
         stream=stream,
         deadline=tier.deadline(arrival, stream, row.output_tokens, None),
         queue_deadline=arrival + tier.queue_max_wait,
+        resumable=True,
     )

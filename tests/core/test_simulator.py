@@ -303,6 +303,17 @@ def test_a_tier_without_weight_gets_what_is_left() -> None:
     assert water_fill({"a": 2.0, "background": 2.0}, {"a": 1, "background": 0}, 1.0) == {"a": 1.0, "background": 0.0}
 
 
+def test_refused_work_is_demand_unless_even_an_idle_engine_would_have_been_too_late_for_it() -> None:
+    done = replay(workload(rho=0.5, mix=(0, 1, 1)), H100, PolicyConfig(name="continuous"))
+    lost = max((one for one in done.records if one.request.tier == "paid"), key=lambda one: one.cost)
+    lost.last_token, lost.service, lost.refusal = None, 0.0, Reason.DEADLINE_INFEASIBLE
+    paid = judge(done).tiers["paid"]
+    assert (paid.share_expected or 0) > (paid.share_received or 0) + 0.001
+    lost.refusal = Reason.DEADLINE_UNREACHABLE
+    paid = judge(done).tiers["paid"]
+    assert paid.share_expected == pytest.approx(paid.share_received)
+
+
 def record(first: float, last: float, tier: TierSpec, stream: bool = True, tokens: int = 11) -> Record:
     deadline = tier.deadline(0.0, stream, tokens, None)
     request = Request("r", "t", tier.name, 0.0, 10, tokens, stream, deadline, 60.0)
