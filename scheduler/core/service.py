@@ -22,6 +22,9 @@ import math
 from dataclasses import dataclass, field
 
 FLOOR_CLAMP = 2.0  # engine-seconds
+# A tier with that much credit goes before everybody as soon as a slot is free. What it is owed until then counts too:
+# forgotten each time, it would add up.
+FLOOR_MOST = 3.0
 IDLE_TENANTS_KEPT = 10_000
 
 
@@ -306,7 +309,7 @@ class Service:
             service = account.own.meter.read()
             gained = account.floor * busy if account.own.waiting else 0.0
             credit = account.credit + gained - (service - account.seen)
-            account.credit = max(-FLOOR_CLAMP, min(FLOOR_CLAMP, credit))
+            account.credit = max(-FLOOR_CLAMP, min(FLOOR_MOST, credit))
             account.seen = service
 
     def _forget_idle(self, account: TierAccount) -> None:

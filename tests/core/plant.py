@@ -7,9 +7,12 @@ one instant are asserted, the others are asserted by the tests on what `Plant` h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
+from scheduler.core.controller import CapChange
+from scheduler.core.degradation import LevelChange
+from scheduler.core.guard import PolicyReplaced
 from scheduler.core.lifecycle import State
 from scheduler.core.planner import Planner
 from scheduler.core.step_model import Coefficients
@@ -46,8 +49,8 @@ TIERS = {
 }  # fmt: skip
 
 
-def coefficients(cost: StepCost) -> Coefficients:
-    return (cost.base, cost.prefill_token, 0.0, cost.decode_seq, cost.kv_token)
+def coefficients(cost: StepCost, factor: float = 1.0) -> Coefficients:
+    return (cost.base * factor, cost.prefill_token * factor, 0.0, cost.decode_seq * factor, cost.kv_token * factor)
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,34 @@ class Fate:
     dispatches: list[tuple[float, Reason]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # cumulative counts as delivered
     evictions: int = 0
+    deaths: int = 0  # of engines under it
     first: float | None = None
     last: float | None = None
     request: Request | None = None
 
 
+@dataclass(frozen=True)
+class Trouble:
+    """What goes wrong while a script is played.
+
+    Each is a tuple that begins with its instant. `deaths`: seconds until the engine is there again, empty. `stalls`:
+    seconds that the running step takes longer. `pauses`: seconds in which the whole process does nothing. `changes`:
+    tiers and policy. `slots`: the most sequences from then on. `belief`: predicted over true step time at the start.
+    """
+
+    deaths: tuple[tuple[float, float], ...] = ()
+    stalls: tuple[tuple[float, float], ...] = ()
+    pauses: tuple[tuple[float, float], ...] = ()
+    changes: tuple[tuple[float, Mapping[str, TierSpec], PolicyConfig], ...] = ()
+    slots: tuple[tuple[float, int], ...] = ()
+    belief: float = 1.0
+
+
+NO_TROUBLE = Trouble()
+
+
 class Plant:
-    """See the module text. `faults`: instants at which the engine dies and is rebuilt empty."""
+    """See the module text."""
 
     def __init__(
         self,
@@ -88,27 +112,27 @@ class Plant:
         tiers: Mapping[str, TierSpec] = TIERS,
         capacity: PoolCapacity = CAPACITY,
         cost: StepCost = COST,
-        believed: Coefficients | None = None,
-        faults: tuple[float, ...] = (),
-        changes: tuple[tuple[float, Mapping[str, TierSpec], PolicyConfig], ...] = (),
+        trouble: Trouble = NO_TROUBLE,
+        observe: Callable[[Plant], None] = lambda plant: None,
     ) -> None:
         self.tiers = dict(tiers)
-        self.capacity = capacity
-        self.planner = Planner(
-            capacity, tiers, PolicyConfig(name=policy), pool="plant", step_cost=believed or coefficients(cost)
-        )
+        self.engine = self.capacity = capacity  # what the engine has, and what of it may be used
+        believed = coefficients(cost, trouble.belief)
+        self.planner = Planner(capacity, tiers, PolicyConfig(name=policy), pool="plant", step_cost=believed)
         self.machine = Machine(capacity, cost)
         self.cost = cost
         self.now = 0.0
         self.busy = 0.0
-        self.seconds = 0.0  # engine time of ended requests, by the planner's attribution
         self.fates = {f"r{n}": Fate(arrival) for n, arrival in enumerate(arrivals)}
         self.log: list[tuple[float, Decision]] = []
         self.running: dict[str, Sequence] = {}
         self.evicting: str | None = None
+        self.alive = True
+        self.events: list[PolicyReplaced | LevelChange | CapChange] = []
         self._end: float | None = None
         self._begun = 0.0
         self._context = 0
+        self._observe = observe  # called after every decision
         self._events = sorted(
             [(a.at, 0, n, "arrive", f"r{n}") for n, a in enumerate(arrivals)]
             + [
@@ -116,19 +140,23 @@ class Plant:
                 for n, a in enumerate(arrivals)
                 if a.cancel_after is not None
             ]
-            + [(at, 2, n, "fault", "") for n, at in enumerate(faults)]
-            + [(at, 3, n, "change", "") for n, (at, _, _) in enumerate(changes)]
+            + [(at, 2, n, "die", "") for n, (at, _) in enumerate(trouble.deaths)]
+            + [(at + away, 3, n, "recover", "") for n, (at, away) in enumerate(trouble.deaths)]
+            + [(at, 4, n, "stall", "") for n, (at, _) in enumerate(trouble.stalls)]
+            + [(at, 5, n, "pause", "") for n, (at, _) in enumerate(trouble.pauses)]
+            + [(at, 6, n, "change", "") for n, (at, _, _) in enumerate(trouble.changes)]
+            + [(at, 7, n, "slots", "") for n, (at, _) in enumerate(trouble.slots)]
         )
-        self._changes = changes
+        self._trouble = trouble
 
     def play(self, until: float = math.inf) -> Plant:
         """Run to the end (or to an instant)."""
         position = 0
         for _ in range(200_000):
             event = self._events[position] if position < len(self._events) else None
-            wake = self.planner.next_wakeup(self.now) if self.planner.waiting() else None
+            wake = self._wakeup()
             outside = min(event[0] if event else math.inf, math.inf if wake is None else max(wake, self.now))
-            if self._end is None:
+            if self._end is None and self.alive:
                 self._begin()
             at = min(outside, math.inf if self._end is None else self._end)
             if at == math.inf or at > until:
@@ -149,12 +177,28 @@ class Plant:
             self._arrive(id)
         elif kind == "cancel":
             self._cancel(id)
-        elif kind == "fault":
-            self._fault()
+        elif kind == "die":
+            self._die()
+        elif kind == "recover":
+            self._recover()
+        elif kind == "stall":
+            if self._end is not None:
+                self._end += self._trouble.stalls[number][1]
+        elif kind == "pause":
+            self.now += self._trouble.pauses[number][1]
+        elif kind == "slots":
+            self.capacity = replace(self.engine, max_seqs=self._trouble.slots[number][1])
+            self.planner.resize(self.capacity, self.now)
         else:
-            _, tiers, policy = self._changes[number]
+            _, tiers, policy = self._trouble.changes[number]
             self.tiers = self.tiers | dict(tiers)
             self.planner.reconfigure(tiers, policy, self.now)
+
+    def _wakeup(self) -> float | None:
+        """When the pump would ask again, if nothing happens. An engine that is away is looked for every 50 ms."""
+        if not self.alive:
+            return self.now + 0.05 if self.planner.waiting() else None
+        return self.planner.next_wakeup(self.now)
 
     def _arrive(self, id: str) -> None:
         arrival = self.fates[id].arrival
@@ -187,15 +231,31 @@ class Plant:
         if self.machine.abort(id) is not None:
             self._left(id)
 
-    def _fault(self) -> None:
-        """The engine dies with everything in it; a new one starts empty."""
+    def _die(self) -> None:
+        """The engine dies with all that it runs: what can goes on with the next one, once."""
+        if not self.alive:
+            return
+        self.alive, self._end = False, None
+        self.machine = Machine(self.engine, self.cost)
+        self.planner.engine_failed(self.now, "it died")
         for id in list(self.running):
-            if not self.fates[id].ends:
-                self.fates[id].ends.append("failed")
-            self._gone(id, Outcome(0, Reason.ENGINE_FAILED))
-        self.machine = Machine(self.capacity, self.cost)
-        self._end = None
-        self.planner.resize(self.capacity, self.now)
+            fate = self.fates[id]
+            fate.deaths += 1
+            del self.running[id]
+            if fate.ends:  # it was being aborted
+                self.planner.finished(id, Outcome(0, Reason.CLIENT_GONE), self.now)
+            elif fate.deaths > 1:
+                fate.ends.append("failed")
+                self.planner.finished(id, Outcome(0, Reason.ENGINE_FAILED), self.now)
+            else:
+                fate.request = self.planner.evicted(id, self.now)
+        self.evicting = None
+
+    def _recover(self) -> None:
+        if not self.alive:
+            self.alive = True
+            self.planner.resize(self.capacity, self.now)
+            self.planner.engine_recovered(self.now)
 
     # --- the engine -------------------------------------------------------------------------------------------------
 
@@ -257,7 +317,8 @@ class Plant:
     # --- decisions --------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        for decision in self.planner.decide(self.now):
+        decisions = self.planner.decide(self.now) if self.alive else self.planner.overdue(self.now)
+        for decision in decisions:
             self.log.append((self.now, decision))
             if isinstance(decision, Dispatch):
                 self._dispatch(decision)
@@ -267,7 +328,9 @@ class Plant:
                 self.evicting = decision.request.id
                 self.fates[decision.request.id].evictions += 1
                 self._abort(decision.request.id)
+        self.events += self.planner.take_events()
         self._check()
+        self._observe(self)
 
     def _dispatch(self, decision: Dispatch) -> None:
         request, fate = decision.request, self.fates[decision.request.id]

@@ -39,7 +39,7 @@ from scheduler.core.types import (
 )
 
 GUARD_ABOVE = 0.25  # engine-seconds of floor credit
-URGENT_SHARE = 0.35  # of the tier's deadline
+URGENT_SHARE = 0.5  # of the tier's deadline
 LEAD_BOUND = 2.0  # engine-seconds that an urgent tier may be ahead of the others
 PACE_MARGIN = 1.15
 PREFILL_SHARE = 0.5  # of a step, for prompts of worse ranks in flight
@@ -60,6 +60,8 @@ BACKLOG_FAILURES = 2
 REOPEN_AT = 0.8
 LANES = (Lane.SHORT, Lane.LONG)
 NO_ROOM = (Reason.SLOTS_FULL, Reason.SLOTS_RESERVED, Reason.KV_FULL)
+NO_STEP = (Reason.PREFILL_BUDGET, Reason.STREAM_PACE)
+DUE = (Reason.FLOOR_GUARD, Reason.URGENT)
 
 
 class BatchingAware(Policy):
@@ -302,16 +304,21 @@ class BatchingAware(Policy):
         self.books.service.pace()
         self._reservation = None
         waiting: Request | None = None  # the one that has the pool's reservation
+        served = self._worst  # ranks behind it may not go: a due prompt waits for a step that has room for it
         for request, reason in self._turns(tiers, self._urgent(tiers, now), now):
             tier = self.books.tier(request)
-            blocked = self._room(request, tier) or self._interference(request, tier, reason, now)
+            blocked = self._room(request, tier, reason) or self._interference(request, tier, reason, now)
+            if blocked is None and tier.rank > served:
+                blocked = Reason.RESERVATION
             if blocked is None and waiting is not None and not self._passes(waiting, request, tier, now):
                 blocked = Reason.RESERVATION
             if blocked is None:
                 yield Candidate(request, reason)
                 continue
             yield Blocked(request, blocked)
-            if waiting is None and reason in (Reason.FLOOR_GUARD, Reason.URGENT) and blocked in NO_ROOM:
+            if reason in DUE and blocked in NO_STEP:
+                served = min(served, tier.rank)
+            if waiting is None and reason in DUE and blocked in NO_ROOM:
                 waiting = request
                 if reason is Reason.URGENT and (victim := self._victim(request, tier, now)):
                     yield Evict(request, victim)
@@ -325,11 +332,11 @@ class BatchingAware(Policy):
     def _turns(self, tiers: list[TierSpec], urgent: list[Request], now: float) -> Iterator[tuple[Request, Reason]]:
         offered: set[str] = set()
         accounts = self.books.service.tiers
-        for tier in sorted(tiers, key=lambda one: -accounts[one.name].credit / max(one.floor, 1e-9)):
+        for tier in sorted(tiers, key=self._floor_order):
             credit = accounts[tier.name].credit
             suspended = self.books.level >= 3 and tier.rank != self._best
-            if credit > GUARD_ABOVE and not suspended and (not urgent or credit >= FLOOR_CLAMP):
-                yield from self._offer(self._fair_head(tier), Reason.FLOOR_GUARD, offered)
+            if credit > GUARD_ABOVE and not suspended and (not urgent or self._absolute(tier)):
+                yield from self._offer(self._floor_head(tier), Reason.FLOOR_GUARD, offered)
         for request in urgent:
             yield from self._offer(request, Reason.URGENT, offered)
         for tier in sorted(tiers, key=lambda one: (accounts[one.name].own.order(), one.rank)):
@@ -393,13 +400,25 @@ class BatchingAware(Policy):
             return short or long
         return long if self._long_is_owed(tier) else min(short, long, key=self.key)
 
+    def _floor_head(self, tier: TierSpec) -> Request | None:
+        """Whom the tier's floor serves: what is late has a right to it too, after what can still be in time."""
+        return self._fair_head(tier) or self._first(tier) or self.books.queue.head(tier.name, Lane.LATE)
+
+    def _absolute(self, tier: TierSpec) -> bool:
+        """Its floor has been withheld for so long that it goes before everybody."""
+        return self.books.service.tiers[tier.name].credit >= FLOOR_CLAMP
+
+    def _floor_order(self, tier: TierSpec) -> tuple[bool, float]:
+        credit = self.books.service.tiers[tier.name].credit
+        return not self._absolute(tier), -credit / max(tier.floor, 1e-9)
+
     def _long_is_owed(self, tier: TierSpec) -> bool:
         short, long = (self._lane_cost.get((tier.name, lane), 0.0) for lane in LANES)
         return long < LONG_FLOOR * (short + long)
 
     # --- tests ------------------------------------------------------------------------------------------------------
 
-    def _room(self, request: Request, tier: TierSpec) -> Reason | None:
+    def _room(self, request: Request, tier: TierSpec, reason: Reason) -> Reason | None:
         """Slots and memory, with what is kept for better ranks and for growth."""
         batcher = self.books.batcher
         if tier.rank != self._best and len(batcher) >= self._cap():
@@ -407,8 +426,13 @@ class BatchingAware(Policy):
         return (
             batcher.blocked(request)
             or batcher.reserved_against(tier, self._better[tier.name])
-            or batcher.forecast(request, tier.headroom, self._cautious)
+            or batcher.forecast(request, self._headroom(tier, reason in DUE), self._cautious)
         )
+
+    def _headroom(self, tier: TierSpec, due: bool) -> float:
+        """The part of memory that the tier leaves free. What is due in a middle rank may have the best rank's room:
+        headroom is kept from those that can wait."""
+        return self._ranked[0].headroom if due and tier.rank < self._worst else tier.headroom
 
     def _victim(self, request: Request, tier: TierSpec, now: float) -> Request | None:
         """Whom to evict so that an urgent request of the best rank starts in time: the cheapest to compute again."""
@@ -434,9 +458,12 @@ class BatchingAware(Policy):
         return seconds / max(flight.blocks, 1), flight.request.id
 
     def _passes(self, waiting: Request, request: Request, tier: TierSpec, now: float) -> bool:
-        """A better rank never waits for a worse one's reservation; from level 3 on nobody else passes."""
+        """A better rank waits for a worse one's reservation only if nothing else would keep the worse one's floor.
+
+        From level 3 on nobody else passes.
+        """
         owner = self.books.tier(waiting)
-        if tier.rank < owner.rank:
+        if tier.rank < owner.rank and not self._absolute(owner):
             return True
         # The reservation looks at all that runs, so it is made only when somebody could pass.
         return self.books.level < 3 and may_pass(self.books, self._reserve(waiting, owner, now), request, now)
@@ -448,8 +475,9 @@ class BatchingAware(Policy):
 
     def _reserve(self, request: Request, tier: TierSpec, now: float) -> Reservation:
         if self._reservation is None or self._reservation.request is not request:
-            blocks = int((1 - tier.headroom) * self.books.capacity.total_blocks)
-            self._reservation = reserve(self.books, request, self.books.batcher.cap, blocks, self._cautious, now)
+            blocks = int((1 - self._headroom(tier, due=True)) * self.books.capacity.total_blocks)
+            slots = self.books.batcher.cap if tier.rank == self._best else self._cap()
+            self._reservation = reserve(self.books, request, slots, blocks, self._cautious, now)
         return self._reservation
 
     def _cautious(self, request: Request, produced: int) -> int:
@@ -462,11 +490,11 @@ class BatchingAware(Policy):
             return None
         if request.lane is Lane.LONG and self._long_lane_full(request, now):
             return Reason.LONG_LANE
+        if reason is Reason.FLOOR_GUARD and self._absolute(tier):
+            return None
         pending = books.service.remaining_prefill()
         if pending and pending + request.prompt_tokens > PREFILL_SHARE * books.capacity.step_tokens:
             return Reason.PREFILL_BUDGET
-        if reason is Reason.FLOOR_GUARD and books.service.tiers[tier.name].credit >= FLOOR_CLAMP:
-            return None
         chunk = min(pending + request.prompt_tokens, books.capacity.step_tokens)
         in_hand = books.batcher.next_behind(books.tiers) - now
         return Reason.STREAM_PACE if in_hand < PACE_MARGIN * books.step_time(chunk) else None
