@@ -54,7 +54,7 @@ async def calibrate(
     """
     alone = await _alone_ttft(live, rows)
     closed = await _closed_loop(live, rows, seconds / 2)
-    rough = Profile(name, live.capacity, fit(closed)[0], "a closed loop", derived=False)
+    rough = Profile(name, live.capacity, fit(closed)[0], "a closed loop", False, pipelined=True)
     run = Run(live, offer(rough), "continuous", "calibration", learn(closed))
     samples = [*closed, *(await run.serve()).samples]
     cost, error = fit(samples)

@@ -30,13 +30,17 @@ class ProfileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """`basis`: where the figures come from. `derived`: from datasheets, not from a measurement."""
+    """`basis`: where the figures come from. `derived`: from datasheets, not from a measurement.
+
+    `pipelined`: a step is scheduled while the one before it runs, so that what comes meanwhile waits for one more.
+    """
 
     name: str
     capacity: PoolCapacity
     cost: StepCost
     basis: str
     derived: bool = True
+    pipelined: bool = False
 
     @property
     def longest(self) -> int:
@@ -121,6 +125,7 @@ PROFILES: dict[str, Profile] = {
             "two random layers in vLLM 0.32 on one core of a shared virtual machine (Xeon, 2 cores): measured by "
             "benchmarks/scheduling.py over 6,132 steps, median error of a step 19 %",
             derived=False,
+            pipelined=True,
         ),
     )
 }
@@ -149,4 +154,4 @@ def load_profile(name_or_file: str) -> Profile:
         raise ProfileError(f"{path}: {error} {error.hint}") from error
     if options.cost.base <= 0:
         raise ProfileError(f"{path}: step.base must be above 0, or time would not pass.")
-    return Profile(path.stem, options.capacity, options.cost, f"the figures of {path.name}", derived=False)
+    return Profile(path.stem, options.capacity, options.cost, f"the figures of {path.name}", False, options.pipelined)

@@ -95,7 +95,7 @@ class _Run:
         self._records = [Record(request, cost) for request, cost in zip(workload.requests, workload.costs, strict=True)]
         self._result = Replay(policy.name, workload, profile, self._records)
         self._planner = Planner(profile.capacity, workload.tiers, policy, pool=profile.name)
-        self._machine = Machine(profile.capacity, profile.cost)
+        self._machine = Machine(profile.capacity, profile.cost, profile.pipelined)
         self._on_progress = on_progress
         self._cost = profile.cost
         self._now = 0.0

@@ -52,6 +52,22 @@ def test_decoders_come_before_prefills_in_a_step() -> None:
     assert (result.decode_seqs, result.prefill_tokens) == (1, 9)
 
 
+def test_a_pipelined_machine_lets_in_what_came_during_a_step_only_after_the_next_one() -> None:
+    engine = Machine(PoolCapacity(8, 64, 1024, 16, 1024), StepCost(), pipelined=True)
+    engine.add(sequence("first", tokens=9))
+    engine.begin(0.0)
+    assert list(engine.running) == ["first"], "an empty machine makes nobody wait"
+    engine.add(sequence("during"))
+    engine.finish(0.0)
+    engine.add(sequence("between"))  # the next step has been scheduled already
+    step(engine)
+    assert list(engine.running) == ["first"]
+    assert engine.abort("between") is not None
+    step(engine)
+    assert list(engine.running) == ["first", "during"]
+    assert not engine.waiting
+
+
 def test_no_more_sequences_run_than_the_engine_has_slots_for() -> None:
     engine = machine(max_seqs=2)
     for name in "abc":

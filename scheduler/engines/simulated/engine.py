@@ -107,7 +107,7 @@ class SimulatedEngine:
         self._model = model
         self._options = options
         self._capacity = options.capacity
-        self._machine = Machine(self._capacity, options.cost)
+        self._machine = Machine(self._capacity, options.cost, options.pipelined)
         self._clock = clock
         self._on_step = on_step
         self._record_path = record_path(data_dir, model)

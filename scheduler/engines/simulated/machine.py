@@ -3,12 +3,15 @@
 One step is `begin(now)` … `finish(now)`; `begin` answers the step's cost in seconds. In between, whoever drives the
 machine lets that much time pass. The rules are those of an engine with chunked prefill and paged KV memory:
 
-    begin    1. rested sequences come back        2. decoders that cross a block border get one block more
+    begin    1. rested and new sequences come     2. decoders that cross a block border get one block more
              3. running prefills get what is left of the step's tokens, in order of admission
              4. waiting sequences are admitted, best (priority, arrival) first, until one does not fit
     finish   1. aborted sequences leave, without the token of this step
              2. every decoder and every completed prefill makes one token
              3. what has reached its target ends
+
+A pipelined machine schedules a step while the one before it runs, as vLLM does: what comes during a step misses the
+next one too, unless the machine is empty.
 
 A full pool preempts the running sequence with the worst (priority, arrival): its blocks are freed and its tokens so
 far become part of the prompt that it prefills again. A step that preempts admits nobody.
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
@@ -114,9 +117,10 @@ class StepResult:
 class Machine:
     """See the module text. Sequences in a slot are `running`; `number` counts finished steps."""
 
-    def __init__(self, capacity: PoolCapacity, cost: StepCost) -> None:
+    def __init__(self, capacity: PoolCapacity, cost: StepCost, pipelined: bool = False) -> None:
         self.capacity = capacity
         self.cost = cost
+        self._pipelined = pipelined
         self.number = 0
         self.running: dict[str, Sequence] = {}
         self.waiting: dict[str, Sequence] = {}
@@ -124,6 +128,7 @@ class Machine:
         self._free = capacity.total_blocks
         self._order = itertools.count()
         self._queue: list[tuple[tuple[int, float, int], Sequence]] = []
+        self._coming: deque[tuple[int, Sequence]] = deque()  # pipelined: (first step that can have it, sequence)
         self._prefills: dict[str, Sequence] = {}
         self._decoders: dict[str, Sequence] = {}
         self._context = 0  # tokens of context of all decoders
@@ -144,7 +149,11 @@ class Machine:
         if self.capacity.blocks(sequence.prompt_tokens + sequence.target) > self.capacity.total_blocks:
             raise ValueError(f"sequence {sequence.id} is larger than the KV pool")
         sequence.order = next(self._order)
-        self._enqueue(sequence)
+        self._await_step(sequence)
+        if self._pipelined:
+            self._coming.append((self._step.number + (2 if self._stepping else 1), sequence))
+        else:
+            self._enqueue(sequence)
 
     def abort(self, sequence_id: str) -> Sequence | None:
         """Take it out: now if it waits or no step runs, else at the end of the running step.
@@ -196,6 +205,7 @@ class Machine:
         step = self._step
         preemptions = step.preemptions
         self._wake_rested(now)
+        self._receive(step.number)
         self._grow_decoders(step)
         budget = self._continue_prefills(step, self.capacity.step_tokens - len(self._decoders))
         if step.preemptions == preemptions:
@@ -240,6 +250,12 @@ class Machine:
             ready_at, _, sequence = heapq.heappop(self._resting)
             if self._rests(sequence, ready_at):
                 self._go_on(sequence)
+
+    def _receive(self, number: int) -> None:
+        while self._coming and (self._coming[0][0] <= number or not self.running):
+            sequence = self._coming.popleft()[1]
+            if self.waiting.get(sequence.id) is sequence:
+                self._enqueue(sequence)
 
     def _grow_decoders(self, step: StepResult) -> None:
         for sequence in self._grow.pop(self._round, ()):
@@ -317,9 +333,11 @@ class Machine:
 
     # --- places and blocks ----------------------------------------------------------------------------------------
 
-    def _enqueue(self, sequence: Sequence) -> None:
+    def _await_step(self, sequence: Sequence) -> None:
         sequence.place = Place.WAITING
         self.waiting[sequence.id] = sequence
+
+    def _enqueue(self, sequence: Sequence) -> None:
         heapq.heappush(self._queue, (sequence.rank, sequence))
 
     def _go_on(self, sequence: Sequence) -> None:
@@ -374,6 +392,7 @@ class Machine:
         while self._free < blocks:
             victim = max(self._victims(sequence), key=lambda one: one.rank)
             self._release(victim, Place.WAITING)
+            self._await_step(victim)
             self._enqueue(victim)
             step.preemptions += 1
             if victim is sequence:

@@ -38,6 +38,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_tokens: Count = 400_000
     max_model_len: Count = 8192
     block_size: Count = 16
+    pipelined: bool = False
     start_seconds: Seconds = 0.0
 
     @property
