@@ -7,10 +7,10 @@
                                      Finished; unknown ids are ignored
     aclose()                         idempotent; no process or file is left behind
 
-An engine knows no tenants and no tiers. Closing the `generate` iterator early is an abort. If `EngineLimits.resumes`,
-an answer that was cut short can go on (`EngineRequest.produced`), under the same id and as soon as the iterator is
-closed, also on another engine that was built from the same options. One contract test (`tests/engines/contract.py`)
-runs over every engine.
+An engine knows no tenants and no tiers; of a contract it may hear the deadline and `Terms`. Closing the `generate`
+iterator early is an abort. If `EngineLimits.resumes`, an answer that was cut short can go on (`EngineRequest.produced`)
+under the same id and as soon as the iterator is closed, also on another engine that was built from the same options.
+One contract test (`tests/engines/contract.py`) runs over every engine.
 
 Errors:
 
@@ -123,8 +123,23 @@ class Rendered:
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """What an engine may know of a request's contract, beside its deadline, to divide its own steps.
+
+    `rank`: smaller is more important. `tpot`: seconds per token. `whole`: the deadline is that of the last token, else
+    that of the first.
+    """
+
+    rank: int
+    tpot: float
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """What `generate` gets. `sampling.max_tokens` is set. `priority`: smaller first. `arrival`: monotonic seconds.
+
+    With `terms`, `priority` is the deadline in microseconds of the monotonic clock.
 
     `produced`: the tokens that an earlier run of the request has delivered. The answer goes on after them; all counts
     (`max_tokens`, `Delta.tokens`, `Finished`) are those of the whole answer, as if it had not been interrupted.
@@ -138,6 +153,7 @@ class EngineRequest:
     cache_salt: str | None = None
     simulate: Mapping[str, Any] | None = None
     produced: Sequence[int] = ()
+    terms: Terms | None = None
 
 
 @dataclass(slots=True)

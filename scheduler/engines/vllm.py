@@ -1,4 +1,5 @@
-"""The vLLM engine: `AsyncLLM` behind the engine seam. The only module that imports vLLM, and only when it is used.
+"""The vLLM engine: `AsyncLLM` behind the engine seam. No other module of this process imports vLLM, and this one only
+when it is used.
 
 vLLM is pinned; what this adapter relies on is listed in `_load` and held by tests under `tests/engines/`.
 
@@ -49,11 +50,12 @@ from scheduler.engines.base import (
     RequestFailedError,
     Sampling,
     StepListener,
+    Terms,
 )
 from scheduler.engines.chat import ChatGuard, characters
 from scheduler.engines.engine_log import EngineLog
 from scheduler.engines.vllm_errors import explain
-from scheduler.engines.vllm_options import ALIASES, engine_arguments
+from scheduler.engines.vllm_options import ALIASES, SHAPER, SHAPER_FAILURE, SHAPER_TERMS, engine_arguments, wants_shaper
 
 LONG_PROMPT = 20_000  # characters from which on a prompt must not stand before short ones
 SHUTDOWN_SECONDS = 10.0  # that the engine's processes get to end by themselves; they take 5 on the CPU
@@ -125,15 +127,19 @@ def create(
     api = _load()
     known = [field.name for field in dataclasses.fields(api.AsyncEngineArgs)]
     arguments = engine_arguments(options, known, data_dir, cpu=api.is_cpu)
-    return VllmEngine(arguments, EngineLog(data_dir / "run", model), clock=clock, on_step=on_step)
+    log = EngineLog(data_dir / "run", model)
+    return VllmEngine(arguments, log, clock=clock, on_step=on_step, shaped=wants_shaper(options))
 
 
 class VllmEngine:
     """An `Engine` (`scheduler/engines/base.py`)."""
 
-    def __init__(self, arguments: Mapping[str, Any], log: EngineLog, *, clock: Clock, on_step: StepListener) -> None:
+    def __init__(
+        self, arguments: Mapping[str, Any], log: EngineLog, *, clock: Clock, on_step: StepListener, shaped: bool = False
+    ) -> None:
         self._api = _load()
         self._arguments = arguments
+        self._shaped = shaped
         self._log = log
         self._clock = clock
         self._on_step = on_step
@@ -188,7 +194,7 @@ class VllmEngine:
         llm = self._alive()
         stream = llm.generate(
             self._engine_input(request),
-            self._sampling_params(request.sampling, len(request.produced)),
+            self._sampling_params(request.sampling, len(request.produced), request.terms),
             request.id,
             priority=request.priority,
         )
@@ -241,6 +247,8 @@ class VllmEngine:
             self._log.open("vllm")
             log = api.LoggingConfig(configure_logging=True, pylogging_config_file=str(self._log.configuration))
             config = api.AsyncEngineArgs(**self._arguments, logging_config=log).create_engine_config()
+            if self._shaped:
+                _shape(config)
             step_logger = _step_logger(api, self._clock, self._stepped)
             self._older = set(multiprocessing.active_children())
             try:
@@ -336,7 +344,7 @@ class VllmEngine:
             engine_input["cache_salt"] = request.cache_salt
         return engine_input
 
-    def _sampling_params(self, sampling: Sampling, produced: int = 0) -> Any:
+    def _sampling_params(self, sampling: Sampling, produced: int = 0, terms: Terms | None = None) -> Any:
         """vLLM's sampling; what the request leaves open is the model's own default. Raises vLLM's ClientError.
 
         `produced`: tokens of the answer that are there already.
@@ -356,6 +364,7 @@ class VllmEngine:
             logit_bias=dict(sampling.logit_bias) or None,
             ignore_eos=sampling.ignore_eos,
             output_kind=self._api.RequestOutputKind.DELTA,
+            extra_args={SHAPER_TERMS: [terms.rank, terms.tpot, terms.whole]} if terms and self._shaped else None,
         )
 
     def _check(self, sampling: Sampling) -> None:
@@ -372,6 +381,18 @@ class VllmEngine:
         except self._api.ClientError as error:
             parameter = getattr(error, "parameter", None)
             raise PromptError(str(error.args[0]), param=parameter or "messages") from error
+
+
+def _shape(config: Any) -> None:
+    """Put the step shaper around the scheduler that vLLM has chosen. EngineStartError: it does not go with the rest."""
+    if config.lora_config or config.speculative_config or config.kv_transfer_config or config.ec_transfer_config:
+        raise EngineStartError(
+            f"Option {SHAPER!r} is refused: it does not go with adapters, speculative decoding or KV transfer.",
+            hint="Remove one of them from the deployment.",
+        )
+    scheduler = config.scheduler_config
+    name = "ShapedAsyncScheduler" if scheduler.async_scheduling else "ShapedScheduler"
+    scheduler.scheduler_cls = f"scheduler.engines.vllm_shaper.{name}"
 
 
 def _finish_reason(step: Any) -> FinishReason | None:
@@ -433,6 +454,7 @@ def _report(scheduler: Any, iteration: Any, now: float, busy_since: float | None
         waiting=scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs,
         kv_usage=scheduler.kv_cache_usage,
         preemptions=iteration.num_preempted_reqs if iteration else 0,
+        shaper_failure=(scheduler.kv_connector_stats or {}).get(SHAPER_FAILURE),
     )
 
 

@@ -24,6 +24,11 @@ ALIASES = {
     "step_tokens": "max_num_batched_tokens",
     "kv_space_gib": "kv_cache_memory_bytes",
 }
+SHAPER = "step_shaper"  # the option that vLLM does not have: whether its steps are shaped (`vllm_shaper.py`)
+
+# What the adapter in our process and the shaper in vLLM's say to each other, in fields of vLLM that carry anything:
+SHAPER_TERMS = "harness_terms"  # `SamplingParams.extra_args`: rank, tpot, and whether the deadline is the last token's
+SHAPER_FAILURE = "harness_shaper_failure"  # `SchedulerStats.kv_connector_stats`, once: why steps are no longer shaped
 
 DEFAULTS: Mapping[str, Any] = {
     "scheduling_policy": "priority",
@@ -61,6 +66,8 @@ def engine_arguments(
     arguments: dict[str, Any] = {**DEFAULTS, **(CPU_DEFAULTS if cpu else {}), **FIXED}
     seen: set[str] = set()
     for option, value in options.items():
+        if option == SHAPER:
+            continue
         name = ALIASES.get(option, option)
         _check_name(option, name, known, seen)
         seen.add(name)
@@ -71,13 +78,23 @@ def engine_arguments(
     return arguments
 
 
+def wants_shaper(options: Mapping[str, Any]) -> bool:
+    """Whether the steps of the deployment are to be shaped. Raises EngineStartError."""
+    wanted = options.get(SHAPER, False)
+    if not isinstance(wanted, bool):
+        raise EngineStartError(f"Option {SHAPER!r} is refused: {wanted!r} is neither true nor false.")
+    if wanted and "scheduler_cls" in options:
+        raise EngineStartError(f"Option {SHAPER!r} is refused: it is a scheduler_cls of its own.")
+    return wanted
+
+
 def _check_name(option: str, name: str, known: Collection[str], seen: Collection[str]) -> None:
     if name in _OURS:
         raise EngineStartError(f"Option {option!r} is set by Harness itself.", hint="Remove it from the deployment.")
     if name in seen:
         raise EngineStartError(f"Option {option!r} is given twice, under two names.", hint="Remove one of them.")
     if name not in known or name.startswith("_"):
-        candidates = [candidate for candidate in (*ALIASES, *known) if not candidate.startswith("_")]
+        candidates = [candidate for candidate in (*ALIASES, SHAPER, *known) if not candidate.startswith("_")]
         close = difflib.get_close_matches(option, candidates, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else "See the engine arguments of vLLM."
         raise EngineStartError(f"Unknown option {option!r} of the engine vllm.", hint=hint)

@@ -53,6 +53,7 @@ class Metrics:
             "model",
         )
         self._waiting = gauge("waiting_requests", "Requests in the queue", "tier")
+        self.shaper_failures = counter("step_shaper_failures", "Step shapers that failed and are off", "model")
         self._oldest = gauge("oldest_wait_seconds", "Age of the oldest request in the queue", "tier")
         self._running = gauge("running_requests", "Requests in an engine", "tier")
         self._kv = gauge("kv_usage_ratio", "Part of an engine's KV pool that is in use", "model")

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 import structlog
 
-from scheduler.core.types import Reason
+from scheduler.core.types import Contract, Reason
 from scheduler.engines.base import (
     Delta,
     Engine,
@@ -20,6 +20,7 @@ from scheduler.engines.base import (
     PromptError,
     RequestFailedError,
     Sampling,
+    Terms,
 )
 from scheduler.wire import messages
 from scheduler.worker.flight import Flight, Phase
@@ -145,7 +146,14 @@ class Runs:
             cache_salt=self._services.cache_salt(flight.submit.caller.tenant),
             simulate=flight.submit.simulate,
             produced=tuple(flight.produced),
+            terms=_terms(flight),
         )
+
+
+def _terms(flight: Flight) -> Terms:
+    tier = flight.tier
+    assert tier is not None
+    return Terms(tier.rank, tier.tpot, whole=tier.contract is Contract.E2E_TOTAL or not flight.submit.stream)
 
 
 def sampling_of(submit: messages.Submit, max_tokens: int | None) -> Sampling:

@@ -115,6 +115,9 @@ class Work:
         if self.watch.stepped(report):
             log.error("the engine's own queue does not empty; nothing is dispatched", model=self._model)
             self._services.statistics.metrics.engine_queue_alarms.labels(self._model).inc()
+        if report.shaper_failure is not None:
+            log.error("the engine's step shaper has failed and is off", model=self._model, cause=report.shaper_failure)
+            self._services.statistics.metrics.shaper_failures.labels(self._model).inc()
         if report.decode_seqs and not report.decode_context:
             report = replace(report, decode_context=self.planner.books.batcher.context)
         if not self.broken:

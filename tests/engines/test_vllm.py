@@ -1,6 +1,6 @@
 """The vLLM engine on the CPU: the contract of every engine, and the behaviours of vLLM that the adapter relies on.
 
-One engine, with a randomly initialised model of two layers, serves all tests of the class; it starts in about 35 s.
+One engine, with a randomly initialised model of two layers, serves all tests of a class; it starts in about 35 s.
 """
 
 from __future__ import annotations
@@ -29,20 +29,15 @@ from scheduler.engines.base import (
     PromptError,
     PromptTooLongError,
     Sampling,
+    Terms,
 )
 from scheduler.engines.vllm_options import FIXED
 from tests.engines.contract import EngineContract, Rig, StepLog
 from tests.engines.third_party import VLLM_WARNINGS
-from tests.engines.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.vllm, VLLM_WARNINGS]
 
 TINY: dict[str, Any] = {"max_seqs": 3, "step_tokens": 128, "kv_space_gib": 0.05, "max_model_len": 1024}
-
-
-@pytest.fixture(scope="session")
-def tiny_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), demo_model)
 
 
 def build(options: dict[str, Any], steps: StepLog, data_dir: Path) -> Engine:
@@ -54,9 +49,11 @@ def user(text: str) -> ChatPrompt:
 
 
 @pytest_asyncio.fixture(scope="class", loop_scope="class")
-async def rig(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+async def rig(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Rig]:
     steps = StepLog()
-    options = {"path": str(tiny_model), **TINY}
+    options = {"path": str(tiny_model), **TINY, **request.cls.more_options}
     engine = await asyncio.to_thread(build, options, steps, tmp_path_factory.mktemp("data"))
     try:
         yield Rig(engine, await engine.start(), steps)
@@ -70,6 +67,7 @@ async def rig(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Asy
 class TestVllm(EngineContract):
     name = "vllm"
     options: ClassVar[dict[str, Any]] = {"model": "unused", "max_seqs": 2}
+    more_options: ClassVar[dict[str, Any]] = {}
     abort_lag = 2  # a step may have ended, and another begun, while the abort was on its way
 
     def make_prompt(self, words: int) -> ChatPrompt:
@@ -201,6 +199,83 @@ class TestVllm(EngineContract):
         assert not [pid for pid in rig.limits.pids if psutil.pid_exists(pid)]
 
 
+@pytest.mark.asyncio(loop_scope="class")
+class TestShapedVllm(TestVllm):
+    """With the step shaper all of that holds too; what it adds is who has the next step."""
+
+    more_options: ClassVar[dict[str, Any]] = {"step_shaper": True}
+
+    async def termed(self, rig: Rig, name: str, rank: int, *, words: int, max_tokens: int) -> EngineRequest:
+        """A stream of that rank, with a deadline far ahead: the worse the rank the farther."""
+        request = await self.request(rig.engine, name, words=words, max_tokens=max_tokens)
+        deadline = int((RealClock().now() + 60 * rank) * 1e6)
+        terms = Terms(rank, tpot=10.0, whole=False)
+        return dataclasses.replace(request, priority=deadline, cache_salt=name, terms=terms)
+
+    async def overtaken(self, rig: Rig, name: str, *, rank: int) -> list[str]:
+        """Which has its first token first: a long prompt of rank 3 that runs, or a short one that comes then."""
+        order: list[str] = []
+
+        async def note(request: EngineRequest) -> None:
+            async with self.stream(rig.engine, request):
+                order.append(request.id.partition("-")[0])
+
+        long = await self.termed(rig, f"long-{name}", 3, words=900, max_tokens=2)
+        short = await self.termed(rig, f"short-{name}", rank, words=100, max_tokens=2)
+        since = len(rig.steps.reports)
+        first = asyncio.create_task(note(long))
+        await rig.steps.until(lambda report: report.prefill_tokens > 0, since)
+        await asyncio.gather(first, note(short))
+        return order
+
+    async def test_a_better_rank_overtakes_a_long_prompt_that_runs(self, rig: Rig) -> None:
+        assert await self.overtaken(rig, "equals", rank=3) == ["long", "short"]
+        assert await self.overtaken(rig, "better", rank=1) == ["short", "long"]
+
+    async def test_under_load_every_answer_is_what_it_is_alone(self, rig: Rig) -> None:
+        """Long prompts of a worse rank, short ones of the best, streams far ahead of their pace; a third is aborted."""
+        shapes = ((3, 700, 4), (3, 20, 120), (1, 110, 8), (2, 300, 30), (1, 60, 4), (3, 500, 60))
+        requests = [
+            await self.termed(rig, f"load-{index}", rank, words=words, max_tokens=tokens)
+            for index, (rank, words, tokens) in enumerate(shapes * 4)
+        ]
+
+        async def until_cut(request: EngineRequest) -> str:
+            return "".join(delta.text for delta in await self.cut(rig.engine, request, 3))
+
+        answers = await asyncio.gather(
+            *(
+                until_cut(request) if index % 3 == 1 else self.transcript(rig.engine, request)
+                for index, request in enumerate(requests)
+            )
+        )
+        for request, answer in zip(requests, answers, strict=True):
+            alone = dataclasses.replace(request, id=f"{request.id}-alone", cache_salt="alone", terms=None)
+            expected = (await self.transcript(rig.engine, alone)).text
+            assert expected.startswith(answer) if isinstance(answer, str) else answer.text == expected
+        assert rig.engine._llm.get_num_unfinished_requests() == 0  # type: ignore[attr-defined]
+        assert rig.steps.reports[-1].running == rig.steps.reports[-1].waiting == rig.steps.reports[-1].kv_usage == 0
+
+    async def test_a_shaper_that_fails_is_reported_once_and_missed_by_nobody(self, rig: Rig) -> None:
+        assert not [report for report in rig.steps.reports if report.shaper_failure]
+        broken = dataclasses.replace(
+            await self.termed(rig, "broken", 3, words=900, max_tokens=2),
+            terms=Terms("third", 10.0, whole=False),  # type: ignore[arg-type]
+        )
+        short = await self.termed(rig, "short", 1, words=100, max_tokens=2)
+        since = len(rig.steps.reports)
+        first = asyncio.create_task(self.transcript(rig.engine, broken))
+        await rig.steps.until(lambda report: report.prefill_tokens > 0, since)
+        for answer in await asyncio.gather(first, self.transcript(rig.engine, short)):
+            assert answer.finished.completion_tokens == 2
+        assert await self.overtaken(rig, "after", rank=1) == ["long", "short"]
+        (failure,) = [report.shaper_failure for report in rig.steps.reports if report.shaper_failure]
+        assert failure.startswith("TypeError")
+
+    async def test_the_end_of_the_engine_ends_streams_and_refuses_new_ones(self, rig: Rig) -> None:
+        await super().test_the_end_of_the_engine_ends_streams_and_refuses_new_ones(rig)
+
+
 class TestStart:
     """Starts that fail say why in a sentence, and leave no process."""
 
@@ -216,6 +291,7 @@ class TestStart:
             ({"max_seqs": "many"}, r"Option 'max_seqs' is refused: .*valid integer", "Correct"),
             ({"max_model_len": 10**6}, r"max_model_len \(1000000\) is greater than", "Correct"),
             ({"scheduling_policy": "lifo"}, r"'fcfs' or 'priority'", "Correct"),
+            ({"step_shaper": True, "enable_lora": True}, r"'step_shaper' is refused: .*adapters", "Remove one"),
         ],
     )
     async def test_a_bad_value_is_refused_by_name(

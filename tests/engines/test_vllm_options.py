@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scheduler.engines.base import EngineStartError
-from scheduler.engines.vllm_options import engine_arguments
+from scheduler.engines.vllm_options import engine_arguments, wants_shaper
 
 KNOWN = (
     *("model", "dtype", "enforce_eager", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"),
@@ -93,6 +93,28 @@ def test_what_harness_decides_cannot_be_set(data_dir: Path) -> None:
 
 def test_one_thing_under_two_names_is_refused(data_dir: Path) -> None:
     assert "given twice" in str(refusal(data_dir, {"model": "m", "max_seqs": 1, "max_num_seqs": 2}))
+
+
+def test_a_step_shaper_is_wanted_or_not_and_is_no_argument_of_vllm(data_dir: Path) -> None:
+    assert [wants_shaper(options) for options in ({}, {"step_shaper": False}, {"step_shaper": True})] == [
+        False,
+        False,
+        True,
+    ]
+    assert arguments(data_dir, step_shaper=True) == arguments(data_dir)
+    assert refusal(data_dir, {"model": "m", "step_shape": True}).hint == "Did you mean 'step_shaper'?"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step_shaper": "yes"}, "'yes' is neither true nor false"),
+        ({"step_shaper": True, "scheduler_cls": "a.b"}, "scheduler_cls of its own"),
+    ],
+)
+def test_a_step_shaper_that_cannot_be_had_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineStartError, match=message):
+        wants_shaper(options)
 
 
 @pytest.mark.parametrize("value", [0, -1, "2", True, float("nan"), float("inf")])

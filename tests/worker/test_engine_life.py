@@ -8,6 +8,7 @@ import pytest
 from asgiref.sync import sync_to_async
 
 from scheduler import config
+from scheduler.core.types import StepReport
 from scheduler.engines import create_engine
 from scheduler.gateway import Done, SamplingSpec
 from scheduler.models import Deployment, DeploymentStatus
@@ -142,6 +143,16 @@ async def test_nothing_is_dispatched_while_the_engines_own_queue_does_not_empty(
         assert 'harness_engine_waiting{model="demo"} 0.0' not in metrics
         await product.until(lambda: late.done() and all(answer.done() for answer in many))
         assert isinstance(late.last, Done)
+
+
+async def test_a_step_shaper_that_has_failed_is_counted(start):
+    async with start() as product:
+        await product.ready()
+        answer = product.submit()
+        await product.until(answer.done)
+        report = StepReport(1.0, 0.01, 0, 1, running=1, waiting=0, kv_usage=0.0, shaper_failure="TypeError: no")
+        product.runtime.pools["demo"]._work.stepped(report)
+        assert 'harness_step_shaper_failures_total{model="demo"} 1.0' in await product.gateway.ask("metrics")
 
 
 async def test_the_size_of_a_step_is_the_policys_where_the_deployment_names_none(start):
