@@ -80,9 +80,9 @@ class Controller:
         self._recomputing = False
 
     def resize(self, most: int) -> None:
-        """The engine or the operator's cap has changed."""
+        """The engine or the operator's cap has changed. A cap that nothing had shrunk follows it."""
+        self.cap = most if self.cap == self.most else min(self.cap, most)
         self.most = most
-        self.cap = max(1, min(self.cap, most)) if self.cap < most else most
 
     def completed(self, completion: Completion) -> None:
         self._completions.append(completion)

@@ -2,7 +2,8 @@
 
 Five levels. The driver is u, the larger of the forecast memory peak and of the predicted wait over the deadline of
 every rank but the worst. A level is entered after u has been high for a while and left after it has been low for
-longer; two changes never lie closer together than the dwell, except jumps up to levels 3 and 4.
+longer; two changes never lie closer together than the dwell, except jumps up to levels 3 and 4. Only what was looked at
+counts: after a pause in the looks the time begins anew.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DWELL = 1.0  # seconds between two changes of level
+PAUSE = 3.0  # seconds without a look, after which nothing is known of the time before
 RECOMPUTES_PER_SECOND = 3.0
 PROBE_SECONDS = 60.0
 
@@ -63,6 +65,7 @@ class Ladder:
         self._rules = {rule.level: rule for rule in rules}
         self._high_since: dict[int, float] = {}
         self._low_since: float | None = None
+        self._looked_at = float("-inf")
         self._changed_at = float("-inf")
         self._failed = False
         self._probe_ok_since: float | None = None
@@ -78,6 +81,9 @@ class Ladder:
 
     def update(self, now: float, pressure: Pressure) -> LevelChange | None:
         """Look at the pressure; answers a change of level."""
+        if now - self._looked_at > PAUSE:
+            self._forget()
+        self._looked_at = now
         if self.level == 4:
             return self._leave_failure(now)
         wanted = self._wanted(now, pressure)
@@ -122,9 +128,13 @@ class Ladder:
         change = LevelChange(now, self.level, level, cause)
         self.level = level
         self._changed_at = now
+        self._forget()
+        return change
+
+    def _forget(self) -> None:
+        """The time at which u rose or fell counts from the next look."""
         self._low_since = None
         self._high_since.clear()
-        return change
 
 
 def _overfull(pressure: Pressure) -> bool:

@@ -119,11 +119,12 @@ class BatchingAware(Policy):
             return self._unreachable(request, tier) or self._infeasible(request, tier)
         if tier.on_infeasible is OnInfeasible.REJECT and (refusal := self._backlog(request, tier, now)):
             return refusal
-        if self.books.level and (refusal := self._degraded(request, tier, now)):
+        long = self._is_long(request)
+        if self.books.level and (refusal := self._degraded(request, tier, long)):
             return refusal
-        if self.books.level and tier.rank == self._worst:
+        if self.books.level and self._best != tier.rank == self._worst:
             request = replace(request, max_tokens=min(request.max_tokens, LEVEL_MAX_TOKENS))
-        return replace(request, lane=Lane.LONG) if self._is_long(request) else request
+        return replace(request, lane=Lane.LONG) if long else request
 
     def _is_long(self, request: Request) -> bool:
         """Long for the best rank's deadline and among its like: on a slow engine the first holds for half of all."""
@@ -200,17 +201,18 @@ class BatchingAware(Policy):
         total = sum(one.weight for one in waiting)
         return max(tier.weight / total if total else 0.0, tier.floor)
 
-    def _degraded(self, request: Request, tier: TierSpec, now: float) -> Refusal | None:
+    def _degraded(self, request: Request, tier: TierSpec, long: bool) -> Refusal | None:
         """What the ladder refuses. A tier that is owed its floor is never refused by levels 1 and 2."""
         level = self.books.level
-        if tier.rank == self._best or level > 3 or self.books.service.tiers[tier.name].credit > GUARD_ABOVE:
+        owed = level < 3 and self.books.service.tiers[tier.name].credit > GUARD_ABOVE
+        if tier.rank == self._best or level > 3 or owed:
             return None
         deadline = tier.deadline(0.0, request.stream, request.max_tokens, None)
         over_floor = self.books.queue.cost(tier.name) / max(tier.floor, 1e-3) > deadline
         if tier.rank != self._worst:
             refused = level >= 2 and over_floor
         elif level >= 2:
-            refused = over_floor or self._is_long(request)
+            refused = over_floor or long
         else:
             self._admission_credit += self._admission
             refused = self._admission_credit < 1.0
@@ -252,8 +254,8 @@ class BatchingAware(Policy):
             self._admission = min(self._admission + LEVEL_RATE_GAIN, 1.0)
 
     def next_wakeup(self, now: float) -> float | None:
-        """A level is left by time alone, and a request of the best rank becomes urgent by it."""
-        instants = [self._next_tick] if self.books.level else []
+        """Levels are entered and left by time alone, and a request of the best rank becomes urgent by it."""
+        instants = [self._next_tick] if self.books.level or len(self.books.queue) else []
         for tier in self._ranked:
             if tier.rank == self._best:
                 heads = [self._urgent_head(tier, lane) for lane in LANES]
@@ -322,6 +324,8 @@ class BatchingAware(Policy):
                 waiting = request
                 if reason is Reason.URGENT and (victim := self._victim(request, tier, now)):
                     yield Evict(request, victim)
+            if blocked is Reason.KV_FULL and self.books.level == 3 and (victim := self._overload_victim(tier)):
+                yield Evict(request, victim)
 
     def dispatched(self, request: Request, now: float) -> None:
         queue, tier = self.books.queue, request.tier
@@ -441,10 +445,23 @@ class BatchingAware(Policy):
             return None
         if self._reserve(request, tier, now).start <= self.latest_start(request):
             return None
-        victims = [flight for flight in books.batcher.running() if self._may_evict(flight, tier)]
-        if not victims:
+        return self._cheapest([flight for flight in books.batcher.running() if self._may_evict(flight, tier)])
+
+    def _overload_victim(self, tier: TierSpec) -> Request | None:
+        """While running requests outgrow memory: one of the worst rank, in place of whom the engine would choose."""
+        books = self.books
+        if tier.rank == self._worst or books.evicting or books.batcher.peak_share(self._cautious) <= 1.0:
             return None
-        return min(victims, key=self._price_of_eviction).request
+        return self._cheapest(
+            [
+                flight
+                for flight in books.batcher.running()
+                if books.tier(flight.request).rank == self._worst and self._may_evict(flight, tier)
+            ]
+        )
+
+    def _cheapest(self, victims: list[InFlight]) -> Request | None:
+        return min(victims, key=self._price_of_eviction).request if victims else None
 
     def _may_evict(self, flight: InFlight, tier: TierSpec) -> bool:
         request, owner = flight.request, self.books.tier(flight.request)
