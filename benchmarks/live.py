@@ -3,6 +3,7 @@
     vllm-fcfs        every request goes to the engine as it arrives, all with the same priority
     vllm-priority    the same, with the tier's rank as priority
     any policy       arrivals wait in the planner; a pump carries its decisions out, as the serving process does
+    policy+shaper    the same, and the engine is told what its step shaper needs to know
 
 Prompts are random tokens of the exact length, outputs have their forced length: every arm does the same work.
 """
@@ -37,13 +38,14 @@ from scheduler.core.types import (
     TierSpec,
 )
 from scheduler.engines import create_engine
-from scheduler.engines.base import ChatPrompt, Delta, Engine, EngineRequest, Rendered, Sampling
+from scheduler.engines.base import ChatPrompt, Delta, Engine, EngineRequest, Rendered, Sampling, Terms
 from scheduler.simulator.replay import Record
 from scheduler.simulator.workload import Workload
 from scheduler.worker.engine_watch import EngineWatch
 from scheduler.worker.pump import Bell, Pump
 
 DIRECT = {"vllm-fcfs": False, "vllm-priority": True}  # name -> is the rank passed on?
+SHAPED = "+shaper"
 LEAD_IN = 0.1  # seconds from the start of a run to its first possible arrival
 DRAIN_SECONDS = 40.0  # after the last arrival, eight times the longest deadline; the rest is given up
 HELD_TICK = 0.05  # seconds between two looks while the engine's own queue is not empty
@@ -100,7 +102,7 @@ class LiveEngine:
         return live
 
     async def generate(
-        self, name: str, request: Request, priority: int, produced: tuple[int, ...] = ()
+        self, name: str, request: Request, priority: int, produced: tuple[int, ...] = (), terms: Terms | None = None
     ) -> AsyncIterator[Delta]:
         """The answer to a prompt of that length, with exactly `max_tokens` tokens. `name` must be new to the engine."""
         offset = zlib.crc32(request.id.encode()) % self.capacity.max_model_len
@@ -113,6 +115,7 @@ class LiveEngine:
                 priority,
                 request.arrival,
                 produced=produced,
+                terms=terms,
             )
         )
         async for event in stream:
@@ -314,11 +317,12 @@ class Run:
         self._delivered = 0
         self._evictions = 0
         self._begun = 0.0
+        self._shaped = arm.endswith(SHAPED)
         tiers = dict(workload.tiers)
         if arm in DIRECT:
             self._front: Front = Direct(self, tiers, DIRECT[arm])
         else:
-            policy = PolicyConfig(name=arm)
+            policy = PolicyConfig(name=arm.removesuffix(SHAPED))
             planner = Planner(live.capacity, tiers, policy, step_cost=step_cost, cpu_clock=time.thread_time)
             self._front = Planned(self, planner, live.clock)
 
@@ -383,7 +387,9 @@ class Run:
 
     async def _run(self, flight: Flight, priority: int) -> None:
         name = f"{self._name}-{flight.request.id}-{flight.before}"
-        stream = self._live.generate(name, flight.request, priority, tuple(flight.produced))
+        tier = self._workload.tiers[flight.request.tier]
+        terms = Terms(tier.rank, tier.tpot, whole=not flight.request.stream) if self._shaped else None
+        stream = self._live.generate(name, flight.request, priority, tuple(flight.produced), terms)
         clock = self._live.clock
         flight.entered = True
         try:

@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.calibration import Calibration, calibrate, slowdown
-from benchmarks.live import DIRECT, LiveEngine, Run, Served
+from benchmarks.live import DIRECT, SHAPED, LiveEngine, Run, Served
 from benchmarks.paired import Interval, holm, median_difference, ratio_of_totals, signed_rank, wilson
 from benchmarks.report import keep, percentile, show
 from scheduler import demo_model
@@ -440,7 +440,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _all_arms() -> list[str]:
-    return [*POLICIES, *DIRECT]
+    return [*POLICIES, *DIRECT, OURS + SHAPED]
 
 
 def _names(text: str, parser: argparse.ArgumentParser) -> list[str]:
@@ -467,9 +467,10 @@ async def measure(options: argparse.Namespace) -> None:
     rows = fit_rows(trace, options.scale or SCALES[options.model], CONTEXT)
     model = prepare_model(options.model)
     print("starting vLLM …", flush=True)
-    live = await LiveEngine.start(
-        {"path": str(model), "kv_space_gib": MEMORY_GIB[options.model], **ENGINE, **ENGINE_FIXED}, DATA_DIR
-    )
+    engine = {"path": str(model), "kv_space_gib": MEMORY_GIB[options.model], **ENGINE, **ENGINE_FIXED}
+    # A shaper leaves requests alone that come without terms, which are those of the other arms.
+    engine["step_shaper"] = any(SHAPED in arm for arm in options.arms)
+    live = await LiveEngine.start(engine, DATA_DIR)
     try:
         found = await calibrate(
             live,
