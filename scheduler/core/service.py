@@ -89,6 +89,7 @@ class Account:
     settled: float = 0.0  # service of requests that have ended
     waiting: int = 0
     running: int = 0
+    turn: int = -1  # of a tenant: its entry in `TierAccount.turns`; others are left over
 
     def virtual(self) -> float:
         """V. A background tier has none: it comes after everybody."""
@@ -114,22 +115,22 @@ class TierAccount:
     seen: float = 0.0  # service at the last update of F
     least: float = 0.0  # running maximum of the least V among its backlogged tenants
     waiting_tenants: int = 0
-    turns: list[tuple[float, int, str]] = field(default_factory=list)  # heap of (order when pushed, tie, tenant)
+    turns: list[tuple[float, int, str]] = field(default_factory=list)  # heap of (order when pushed, entry, tenant)
 
     def next_tenant(self) -> str | None:
         """The waiting tenant that has received least. An entry is old when its tenant has received since."""
         turns = self.turns
         while turns:
-            pushed, tie, tenant = turns[0]
+            pushed, entry, tenant = turns[0]
             member = self.tenants.get(tenant)
-            if member is None or not member.waiting:
+            if member is None or not member.waiting or member.turn != entry:
                 heapq.heappop(turns)
                 continue
             order = member.order()
             if order <= pushed + 1e-9:
                 self.least = max(self.least, member.virtual())
                 return tenant
-            heapq.heapreplace(turns, (order, tie, tenant))
+            heapq.heapreplace(turns, (order, entry, tenant))
         return None
 
 
@@ -161,7 +162,7 @@ class Service:
         self._decoding = 0
         self._frames = 0
         self._least = 0.0  # v
-        self._ties = itertools.count()
+        self._entries = itertools.count()
         self.configure(floors_and_weights)
 
     def configure(self, floors_and_weights: dict[str, tuple[float, float]]) -> None:
@@ -289,7 +290,8 @@ class Service:
     # --- details ----------------------------------------------------------------------------------------------------
 
     def _take_turn(self, account: TierAccount, tenant: str, member: Account) -> None:
-        heapq.heappush(account.turns, (member.order(), next(self._ties), tenant))
+        member.turn = next(self._entries)
+        heapq.heappush(account.turns, (member.order(), member.turn, tenant))
 
     def _take_chunks(self, tokens: int) -> list[tuple[Charge, int]]:
         """Engines hide whose prompt a step has computed: in order of admission, corrected at the first token."""
