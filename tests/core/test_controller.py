@@ -92,6 +92,18 @@ def test_the_cap_never_leaves_one_to_most() -> None:
     assert controller.cap <= 2
 
 
+def test_a_cap_that_nothing_shrank_follows_the_engine_and_a_smaller_one_does_not() -> None:
+    controller = Controller(8)
+    controller.resize(4)
+    controller.resize(16)
+    assert controller.cap == 16
+    shrunk = serving(64)
+    ticked(shrunk, Load(0.2, 0.0, 0.9, True), 1)
+    small = shrunk.cap
+    shrunk.resize(128)
+    assert shrunk.cap == small
+
+
 def test_wilsons_interval_is_wide_for_few_and_narrow_for_many() -> None:
     assert wilson_upper(0, 0) == 1.0
     assert wilson_upper(5, 10) > 0.7
@@ -117,6 +129,20 @@ def test_between_the_thresholds_the_level_stays() -> None:
     ladder = Ladder()
     climb(ladder, Pressure(0.92, 0.0), 0.0, 5.0)
     assert climb(ladder, Pressure(0.85, 0.0), 5.0, 60.0) == []
+
+
+def test_what_was_high_before_a_pause_does_not_count_after_it() -> None:
+    ladder = Ladder()
+    assert ladder.update(0.0, Pressure(0.92, 0.0)) is None
+    assert climb(ladder, Pressure(0.97, 0.0), 60.0, 0.9) == []
+    assert [change.at for change in climb(ladder, Pressure(0.97, 0.0), 61.0, 1.0)] == [61.0]
+
+
+def test_what_was_low_before_a_pause_does_not_count_after_it() -> None:
+    ladder = Ladder()
+    climb(ladder, Pressure(0.92, 0.0), 0.0, 5.0)
+    climb(ladder, Pressure(0.1, 0.0), 5.0, 5.0)
+    assert [change.at for change in climb(ladder, Pressure(0.1, 0.0), 100.0, 15.0)] == [110.0]
 
 
 def test_memory_beyond_the_pool_jumps_to_level_three() -> None:
