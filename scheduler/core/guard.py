@@ -1,10 +1,12 @@
 """What stands between the planner and its policy: a policy that fails is replaced, and nothing that waits is lost.
 
 A policy fails if it raises, if what it answers cannot be (a candidate that does not wait, an order that is no
-number), or if it is too slow. Slowness is measured in CPU seconds of one pass over its candidates, which chooses one
-request: with the 200 µs that a pass should take, 5 ms are a fault, but a single one may be the operating system's
-(page faults, a migrated thread), so that it takes three in a row; 50 ms at once nobody else causes. Time between the
-candidates is not the policy's and does not count.
+number), or if it is too slow. Slowness is measured in CPU seconds of this thread. A pass over its candidates chooses
+one request and should take 200 us; one of more than 5 ms is broken off and begun anew in the same decision, until it
+is the third in a row. So a policy that is too slow is replaced within the decision that it slows down, while what
+befalls a single pass (a page fault, a collection of garbage, a neighbour on the core) does not cost the pool its
+policy. What it is told, and asked but once (`key`, `admit`, `ended` and so on), counts by call: three slow ones in a
+row. 50 ms at once nobody else causes. Time between the candidates is not the policy's.
 
 The replacement is `batching_aware`, or `priority` if it was that one that failed, and it answers the very call that
 failed. The next change of the configuration gives the configured policy another try. The last policy of the chain is
@@ -13,7 +15,7 @@ not replaced: what it raises is a bug that must show.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -35,6 +37,10 @@ T = TypeVar("T")
 
 class PolicyFault(Exception):
     """What a policy answered, or the time that it took, is not acceptable."""
+
+
+class SlowPass(PolicyFault):
+    """A pass over the candidates takes too long: what it has offered is not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +69,7 @@ class PolicyGuard:
         self._failed: set[str] = set()
         self._adopting = False
         self._replaced = False  # while adopting
-        self._spent = 0.0  # CPU seconds of this pass
-        self._slow_passes = 0  # in a row, this one included once it is slow
+        self._slow: Counter[str] = Counter()  # by call: how often in a row it was slow
 
     def use(self, name: str) -> None:
         """Work with the policy of that name from now on, under the configuration that the books have now.
@@ -77,88 +82,101 @@ class PolicyGuard:
         if not kept:
             self._install(name, kind)
             return
-        self._ask(lambda policy: policy.reconfigured())
+        self._ask("reconfigured", lambda policy: policy.reconfigured())
         self._adopt()
 
     # --- the calls of a policy --------------------------------------------------------------------------------------
 
     def key(self, request: Request) -> float:
-        return self._ask(lambda policy: _number(policy.key(request)))
+        return self._ask("key", lambda policy: _number(policy.key(request)))
 
     def admit(self, request: Request, now: float) -> Request | Refusal:
-        return self._ask(lambda policy: _same(policy.admit(request, now), request))
+        return self._ask("admit", lambda policy: _same(policy.admit(request, now), request))
 
     def due(self, request: Request) -> float:
-        return self._ask(lambda policy: _number(policy.due(request)))
+        return self._ask("due", lambda policy: _number(policy.due(request)))
 
     def overdue(self, request: Request, now: float) -> Request | Refusal | None:
-        return self._ask(lambda policy: policy.overdue(request, now))
+        return self._ask("overdue", lambda policy: policy.overdue(request, now))
 
     def window_end(self) -> float | None:
-        return self._ask(lambda policy: policy.window_end())
+        return self._ask("window_end", lambda policy: policy.window_end())
 
     def deciding(self, now: float) -> None:
-        self._ask(lambda policy: policy.deciding(now))
+        self._ask("deciding", lambda policy: policy.deciding(now))
 
     def dispatched(self, request: Request, now: float) -> None:
-        self._ask(lambda policy: policy.dispatched(request, now))
+        self._ask("dispatched", lambda policy: policy.dispatched(request, now))
 
     def ended(self, flight: InFlight, outcome: Outcome, now: float) -> None:
-        self._ask(lambda policy: policy.ended(flight, outcome, now))
+        self._ask("ended", lambda policy: policy.ended(flight, outcome, now))
 
     def stepped(self, report: StepReport) -> None:
-        self._ask(lambda policy: policy.stepped(report))
+        self._ask("stepped", lambda policy: policy.stepped(report))
 
     def engine_failed(self, now: float, cause: str) -> None:
-        self._ask(lambda policy: policy.engine_failed(now, cause))
+        self._ask("engine_failed", lambda policy: policy.engine_failed(now, cause))
 
     def engine_recovered(self, now: float) -> None:
-        self._ask(lambda policy: policy.engine_recovered(now))
+        self._ask("engine_recovered", lambda policy: policy.engine_recovered(now))
 
     def next_wakeup(self, now: float) -> float | None:
-        return self._ask(lambda policy: policy.next_wakeup(now))
+        return self._ask("next_wakeup", lambda policy: policy.next_wakeup(now))
 
     def candidates(self, now: float) -> Iterator[Offer]:
         """Those of the policy; if it fails on the way, all of its replacement's."""
-        if self._spent <= SLOW_SECONDS:
-            self._slow_passes = 0
+        slow_passes = 0  # in a row
         while True:
-            self._spent = 0.0
             try:
-                yield from self._metered(iter(self._policy.candidates(now)))
+                yield from self._metered(self._policy.candidates(now))
+            except SlowPass as slow:
+                slow_passes += 1
+                if slow_passes >= SLOW_IN_A_ROW:
+                    self._replace(slow)
+                    slow_passes = 0
             except Exception as error:  # noqa: BLE001 - the boundary of a policy: whatever it raises, the pool goes on
                 self._replace(error)
+                slow_passes = 0
             else:
                 return
 
     # --- details ----------------------------------------------------------------------------------------------------
 
-    def _ask(self, call: Callable[[Policy], T]) -> T:
+    def _ask(self, name: str, call: Callable[[Policy], T]) -> T:
         while True:
             try:
-                return call(self._policy)
+                started = self._cpu_seconds()
+                answer = call(self._policy)
+                self._judge(name, self._cpu_seconds() - started)
             except Exception as error:  # noqa: BLE001 - the boundary of a policy: whatever it raises, the pool goes on
                 self._replace(error)
+            else:
+                return answer
 
     def _metered(self, offers: Iterator[Offer]) -> Iterator[Offer]:
-        clock = self._cpu_clock
+        """The offers of one pass. Raises SlowPass, PolicyFault."""
+        spent = 0.0
         while True:
-            started = clock() if clock else 0.0
+            started = self._cpu_seconds()
             offer = next(offers, None)
-            if clock:
-                self._charge(clock() - started)
+            spent += self._cpu_seconds() - started
+            if spent > SLOW_SECONDS and self._next_policy():
+                fault = PolicyFault if spent > STUCK_SECONDS else SlowPass
+                raise fault(_too_slow("candidates", spent))
             if offer is None:
                 return
             if offer.request.id not in self._books.queue:
                 raise PolicyFault(f"it offered request {offer.request.id}, which does not wait")
             yield offer
 
-    def _charge(self, seconds: float) -> None:
-        before, self._spent = self._spent, self._spent + seconds
-        if before <= SLOW_SECONDS < self._spent:
-            self._slow_passes += 1
-        if self._next_policy() and (self._spent > STUCK_SECONDS or self._slow_passes >= SLOW_IN_A_ROW):
-            raise PolicyFault(f"a choice took {self._spent * 1000:.1f} ms of CPU")
+    def _judge(self, name: str, seconds: float) -> None:
+        """Raises PolicyFault if the call was too slow for once, or once too often."""
+        self._slow[name] = self._slow[name] + 1 if seconds > SLOW_SECONDS else 0
+        if self._next_policy() and (seconds > STUCK_SECONDS or self._slow[name] >= SLOW_IN_A_ROW):
+            raise PolicyFault(_too_slow(name, seconds))
+
+    def _cpu_seconds(self) -> float:
+        return self._cpu_clock() if self._cpu_clock else 0.0
 
     def _replace(self, error: Exception) -> None:
         """Put the next policy of the chain in the place of the one that failed; without one, `error` goes on."""
@@ -172,7 +190,7 @@ class PolicyGuard:
 
     def _install(self, name: str, kind: type[Policy]) -> None:
         self.name = name
-        self._spent, self._slow_passes = 0.0, 0
+        self._slow.clear()
         self._books.level = 0  # what one policy gives up the next one need not; it would never take it back
         try:
             self._policy = kind(self._books)
@@ -196,6 +214,10 @@ class PolicyGuard:
                 self._on_change()
         finally:
             self._adopting = False
+
+
+def _too_slow(name: str, seconds: float) -> str:
+    return f"{name} took {seconds * 1000:.1f} ms of CPU"
 
 
 def _number(value: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import pytest
@@ -39,12 +39,14 @@ FAULTS = (
 
 @dataclass
 class Plan:
-    """What goes wrong, from which call on; and the CPU seconds that each pass over candidates burns."""
+    """What goes wrong, from which call on; and the CPU seconds that calls burn."""
 
     fault: str = ""
     good_calls: int = 0
-    burn: float = 0.0
+    slow_call: str = "candidates"
+    burns: list[float] = field(default_factory=list)  # CPU seconds of its calls; the last figure goes on
     cpu: float = 0.0
+    passes: int = 0
 
     def comes(self, fault: str) -> bool:
         if fault != self.fault:
@@ -53,6 +55,9 @@ class Plan:
         return self.good_calls < 0
 
     def check(self, fault: str) -> None:
+        """The call of that name is made."""
+        if fault == self.slow_call and self.burns:
+            self.cpu += self.burns.pop(0) if len(self.burns) > 1 else self.burns[0]
         if self.comes(fault):
             raise RuntimeError(f"a fault in {fault}")
 
@@ -89,8 +94,8 @@ class Faulty(Policy):
         self.plan.check("deciding")
 
     def candidates(self, now: float) -> Iterator[Candidate | Blocked]:
+        self.plan.passes += 1
         self.plan.check("candidates")
-        self.plan.cpu += self.plan.burn
         if self.plan.comes("ghost"):
             yield Candidate(STRANGER, Reason.ARRIVAL_ORDER)
         head = self.oldest()
@@ -259,12 +264,13 @@ def passes(pool: Planner, count: int) -> None:
         pool.decide(0.0)
 
 
-def slow_pool(burn: float) -> tuple[Planner, Plan]:
+def slow_pool(*burns: float, call: str = "candidates") -> Planner:
+    """A full pool. From now on the n-th call of that kind burns so many CPU seconds; the last figure goes on."""
     plan = Plan()
     pool = faulty_pool(plan)
     passes(pool, 1)
-    plan.burn = burn
-    return pool, plan
+    plan.burns, plan.slow_call = list(burns), call
+    return pool
 
 
 def choose(pool: Planner, id: str) -> None:
@@ -272,29 +278,53 @@ def choose(pool: Planner, id: str) -> None:
     pool.decide(0.0)
 
 
-def test_three_slow_choices_in_a_row_replace_a_policy() -> None:
-    pool, _ = slow_pool(1.2 * SLOW_SECONDS)
-    for id in ("a", "b"):
-        choose(pool, id)
-    assert pool.policy == "faulty"
-    choose(pool, "c")
+SLOW = 1.2 * SLOW_SECONDS
+
+
+def test_a_policy_that_is_too_slow_is_replaced_within_the_decision_that_it_slows_down() -> None:
+    pool = slow_pool(SLOW)
+    choose(pool, "a")
     assert pool.policy == "batching_aware"
     (event,) = pool.take_events()
-    assert event.cause == "a choice took 6.0 ms of CPU"
+    assert event == PolicyReplaced("faulty", "batching_aware", "candidates took 6.0 ms of CPU")
 
 
-def test_single_slow_choices_between_quick_ones_are_the_machine() -> None:
-    pool, plan = slow_pool(0.0)
-    for n in range(12):
-        plan.burn = 0.0 if n % 3 == 2 else 1.2 * SLOW_SECONDS
+@pytest.mark.parametrize("slow", [1, 2])
+def test_what_befalls_a_single_pass_does_not_cost_the_pool_its_policy(slow: int) -> None:
+    pool = slow_pool(*[SLOW] * slow, 0.0)
+    choose(pool, "a")
+    assert pool.policy == "faulty"
+
+
+def test_the_slow_passes_of_one_decision_are_not_held_against_the_next() -> None:
+    pool = slow_pool(*[SLOW, SLOW, 0.0] * 5, 0.0)
+    for n in range(5):
         choose(pool, f"a{n}")
     assert pool.policy == "faulty"
 
 
+def test_what_a_slow_pass_has_offered_is_not_used() -> None:
+    plan = Plan(burns=[SLOW, 0.0])
+    pool = faulty_pool(plan)
+    pool.arrive(request("a"), 0.0)
+    assert dispatched(pool.decide(0.0)) == ["a"]
+    assert plan.passes == 2
+
+
 def test_one_choice_that_takes_ten_times_as_long_replaces_a_policy_at_once() -> None:
-    pool, _ = slow_pool(1.01 * STUCK_SECONDS)
+    pool = slow_pool(1.01 * STUCK_SECONDS, 0.0)
     choose(pool, "a")
     assert pool.policy == "batching_aware"
+
+
+@pytest.mark.parametrize("call", ["key", "admit", "due", "deciding", "next_wakeup"])
+def test_what_a_policy_is_told_counts_as_well(call: str) -> None:
+    pool = slow_pool(SLOW, SLOW, 0.0, SLOW, SLOW, 0.0, SLOW, call=call)
+    for n in range(40):
+        choose(pool, f"a{n}")
+        pool.next_wakeup(0.0)
+    (event,) = pool.take_events()
+    assert (pool.policy, event.cause) == ("batching_aware", f"{call} took 6.0 ms of CPU")
 
 
 def test_an_endless_list_of_candidates_ends() -> None:
@@ -313,7 +343,7 @@ def test_an_endless_list_of_candidates_ends() -> None:
 
 
 def test_the_last_policy_may_be_slow() -> None:
-    plan = Plan(burn=1.0)
+    plan = Plan(burns=[1.0])
     everyone = {name: lambda books: Faulty(books, plan) for name in ("faulty", "batching_aware", "priority")}
     with patch.dict(policies.POLICIES, everyone):
         pool = Planner(ROOMY, TIERS, PolicyConfig(name="faulty"), cpu_clock=plan.clock)
@@ -323,7 +353,7 @@ def test_the_last_policy_may_be_slow() -> None:
 
 
 def test_without_a_clock_nobody_is_too_slow() -> None:
-    plan = Plan(burn=1.0)
+    plan = Plan(burns=[1.0])
     with patch.dict(policies.POLICIES, {"faulty": lambda books: Faulty(books, plan)}):
         pool = Planner(ROOMY, TIERS, PolicyConfig(name="faulty"))
     choose(pool, "a")
