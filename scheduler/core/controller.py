@@ -8,7 +8,7 @@ that single long prefill steps are no reason), memory that the engine had to tak
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -57,6 +57,20 @@ class CapChange:
     cause: str
 
 
+@dataclass(slots=True)
+class Tally:
+    """Completions of a tier in the window, those that were not attained, and those that missed their pace."""
+
+    ended: int = 0
+    missed: int = 0
+    slow: int = 0
+
+    def count(self, completion: Completion, number: int) -> None:
+        self.ended += number
+        self.missed += 0 if completion.attained else number
+        self.slow += number if completion.missed_pace else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """What the controller looks at besides completions. Seconds, recomputes a second, a share 0..1."""
@@ -74,6 +88,7 @@ class Controller:
         self.most = most
         self.cap = most
         self._completions: deque[Completion] = deque()
+        self._tallies: defaultdict[str, Tally] = defaultdict(Tally)  # of these, by tier
         self._next_tick = 0.0
         self._rest_until = 0.0
         self._good_ticks = 0
@@ -86,6 +101,7 @@ class Controller:
 
     def completed(self, completion: Completion) -> None:
         self._completions.append(completion)
+        self._tallies[completion.tier].count(completion, 1)
 
     def tick(self, now: float, tiers: Mapping[str, TierSpec], load: Load) -> CapChange | None:
         """Once a second: change the cap or not. Answers a change."""
@@ -95,7 +111,8 @@ class Controller:
             self.cap = self.most  # after a pause nothing that was learned is known to hold
         self._next_tick = now + TICK
         while self._completions and self._completions[0].at < now - WINDOW:
-            self._completions.popleft()
+            old = self._completions.popleft()
+            self._tallies[old.tier].count(old, -1)
         self._recomputing = load.recomputes > (LOW_RECOMPUTES if self._recomputing else HIGH_RECOMPUTES)
         if now < self._rest_until:
             return None
@@ -122,14 +139,10 @@ class Controller:
         if self._recomputing:
             return "the engine takes memory back from running requests"
         for name, tier in tiers.items():
-            mine = [one for one in self._completions if one.tier == name]
-            misses = [one for one in mine if not one.attained]
-            if len(mine) < MIN_COMPLETIONS or not misses:
+            tally = self._tallies[name]
+            if tally.ended < MIN_COMPLETIONS or tally.slow < MIN_MISSES or tally.slow * 2 <= tally.missed:
                 continue
-            slow = sum(one.missed_pace for one in misses)
-            if slow < MIN_MISSES or slow * 2 <= len(misses):
-                continue
-            if wilson_upper(len(mine) - len(misses), len(mine)) < tier.objective:
+            if wilson_upper(tally.ended - tally.missed, tally.ended) < tier.objective:
                 return f"tier {name} misses its objective by its pace"
         return None
 
@@ -138,12 +151,11 @@ class Controller:
             return False
         for name, tier in tiers.items():
             # Misses in the queue do not count: a batch that is too small makes them, and would stay small for them.
-            paced = [not one.missed_pace for one in self._completions if one.tier == name]
-            if paced and sum(paced) / len(paced) < tier.objective:
+            tally = self._tallies[name]
+            if tally.ended and (tally.ended - tally.slow) / tally.ended < tier.objective:
                 return False
         return load.backlog or load.busy < IDLE_BUSY
 
     def _tightest(self, tiers: Mapping[str, TierSpec]) -> float:
         """The shortest time per token that was promised to a tier which is being served."""
-        served = {one.tier for one in self._completions}
-        return min((tier.tpot for name, tier in tiers.items() if name in served), default=math.inf)
+        return min((tier.tpot for name, tier in tiers.items() if self._tallies[name].ended), default=math.inf)
