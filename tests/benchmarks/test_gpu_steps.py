@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.gpu_model import SHAPES, TEMPERATURE, TOP_P, Case, Model, prefill_attention
 from benchmarks.gpu_steps import NAMES, cases, check_attention, fit, measure, work
+from scheduler.simulator.profiles import PROFILES
 
 AGAINST_PLAIN_ATTENTION = """
 import torch
@@ -99,3 +100,11 @@ def test_the_work_of_a_step_is_that_of_the_datasheet_arithmetic() -> None:
     assert shape.kv_bytes == 131_072
     _, prompt = work(shape, Case(prompts=1, chunk=8192))
     assert prompt / 8192 == pytest.approx(14.0e9 + 4 * 32 * 4096 * 4096, rel=0.01)
+
+
+def test_the_arithmetic_of_derived_profiles_is_near_what_was_measured_where_it_claims_to_be() -> None:
+    """Weights read once a step, and prefill at the H100's arithmetic; decoding and reading KV are told in the docs."""
+    measured = PROFILES["h200-8b"]
+    assert not measured.derived
+    assert measured.cost.base == pytest.approx(16e9 / 4.8e12 + 2e-3, rel=0.15)
+    assert measured.cost.prefill_token == pytest.approx(PROFILES["h100-8b"].cost.prefill_token, rel=0.15)
