@@ -1,6 +1,7 @@
 """Requests in, records out: planner and step machine under virtual time.
 
-    next event   a step ends  |  a request arrives  |  the planner wants to wake      (in this order at one instant)
+    next event   a step ends | a request arrives | a client goes away | the planner wants to wake
+                 (in this order at one instant)
     then         what happened goes to the planner; it decides if anything waits; its decisions are carried out
     then         the next step begins, if none runs
 
@@ -13,17 +14,20 @@ import math
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from scheduler.core.books import Books
+from scheduler.core.lifecycle import State
 from scheduler.core.planner import Planner
-from scheduler.core.types import Dispatch, Expire, Outcome, PolicyConfig, Preempt, Reason, Request, StepReport
+from scheduler.core.types import Dispatch, Expire, Outcome, PolicyConfig, Preempt, Reason, Request, StepReport, TierSpec
 from scheduler.engines.simulated.machine import End, Machine, Sequence, StepResult
 from scheduler.simulator.profiles import Profile
 from scheduler.simulator.workload import Workload
 
 TIMELINE_POINTS = 400  # over the arrival span
 PROGRESS_EVERY = 1000  # arrivals
+FLOORS_UNTIL_LEVEL = 2  # of degradation
 STALL_DECISIONS = 100_000  # decisions at one instant, after which the planner is taken to be stuck
 
 OnProgress = Callable[[int, int], None]  # arrived so far, of how many
@@ -35,10 +39,15 @@ class ReplayError(Exception):
 
 @dataclass(slots=True)
 class Record:
-    """What became of one request. Instants are None until they happen; `service` is in engine-seconds."""
+    """What became of one request. Instants are None until they happen; `service` is in engine-seconds.
+
+    `output`: tokens that it makes; None: all that it may. `cancelled`: when its client went away, if it had not ended.
+    """
 
     request: Request
     cost: float  # engine-seconds at full batch
+    output: int | None = None
+    cancelled: float | None = None
     refusal: Reason | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -60,7 +69,8 @@ class Replay:
     """A finished run.
 
     `preemptions`: the engine's own for want of memory, and those that the planner decided. `decision_ns`: CPU time of
-    each call of `decide`.
+    each call of `decide`. `floor_debt`: by tier, the most engine-seconds by which it fell behind its floor over any
+    interval in which it waited without a break.
     """
 
     policy: str
@@ -71,6 +81,7 @@ class Replay:
     preemptions: int = 0
     busy: float = 0.0
     ended_at: float = 0.0
+    floor_debt: dict[str, float] = field(default_factory=dict)
     decision_ns: array[int] = field(default_factory=lambda: array("q"))
     timeline: dict[int, TimelinePoint] = field(default_factory=lambda: defaultdict(TimelinePoint))
 
@@ -78,6 +89,29 @@ class Replay:
     def slice(self) -> float:
         """Seconds of virtual time per point of the timeline."""
         return self.workload.span / TIMELINE_POINTS
+
+
+class FloorWatch:
+    """How far tiers fall behind their floors.
+
+    With D = service - floor x busy of a tier that waits without a break, that is how far D has fallen from its highest
+    point. While floors are suspended (from level 3 on) nothing counts.
+    """
+
+    def __init__(self, tiers: Mapping[str, TierSpec]) -> None:
+        self._floors = {name: tier.floor for name, tier in tiers.items() if tier.floor}
+        self._highest: dict[str, float] = {}
+        self.debt = dict.fromkeys(self._floors, 0.0)
+
+    def look(self, books: Books) -> None:
+        """After each step."""
+        for name, floor in self._floors.items():
+            if not books.queue.length(name) or books.level > FLOORS_UNTIL_LEVEL:
+                self._highest.pop(name, None)
+                continue
+            ahead = books.service.tiers[name].own.meter.read() - floor * books.service.busy
+            highest = self._highest[name] = max(self._highest.get(name, ahead), ahead)
+            self.debt[name] = max(self.debt[name], highest - ahead)
 
 
 def replay(
@@ -92,8 +126,14 @@ class _Run:
 
     def __init__(self, workload: Workload, profile: Profile, policy: PolicyConfig, on_progress: OnProgress) -> None:
         self._requests = workload.requests
-        self._records = [Record(request, cost) for request, cost in zip(workload.requests, workload.costs, strict=True)]
+        self._outputs = workload.outputs
+        self._records = [
+            Record(*each) for each in zip(workload.requests, workload.costs, workload.outputs, strict=True)
+        ]
+        self._cancels = workload.cancels
+        self._cancelled = 0  # how many of them have come
         self._result = Replay(policy.name, workload, profile, self._records)
+        self._floors = FloorWatch(workload.tiers)
         self._planner = Planner(profile.capacity, workload.tiers, policy, pool=profile.name)
         self._machine = Machine(profile.capacity, profile.cost, profile.pipelined)
         self._on_progress = on_progress
@@ -113,10 +153,11 @@ class _Run:
         while True:
             self._begin_step()
             arrival = self._requests[self._arrived].arrival if self._arrived < len(self._requests) else math.inf
+            cancel = self._cancels[self._cancelled][0] if self._cancelled < len(self._cancels) else math.inf
             step_end = math.inf if self._step_end is None else self._step_end
             if step_end == math.inf == arrival and not self._planner.waiting():
                 break
-            instant = max(min(step_end, arrival, self._wake), self._now)
+            instant = max(min(step_end, arrival, cancel, self._wake), self._now)
             if instant == math.inf:
                 raise ReplayError(f"{self._planner.waiting()} requests wait, and nothing would ever wake the planner.")
             self._advance(instant)
@@ -124,8 +165,13 @@ class _Run:
                 self._end_step()
             elif arrival <= instant:
                 self._arrive()
+            elif cancel <= instant:
+                self._cancel()
             if self._planner.waiting() or instant >= self._wake:
                 self._decide()
+        if self._planner.policy != self._result.policy:
+            raise ReplayError(f"The policy failed and was replaced: {self._planner.take_events()}")
+        self._result.floor_debt = self._floors.debt
         self._result.ended_at = self._now
         self._result.steps = self._machine.number
         self._on_progress(self._arrived, len(self._requests))
@@ -176,21 +222,26 @@ class _Run:
                 record.first_token = now
             self._planner.progress(sequence.id, sequence.made, now)
         for sequence in step.freed:
-            self._evicted(sequence, decoded=sequence.made)  # the token of this step is lost, but it was computed
+            self._left(sequence, decoded=sequence.made)  # the token of this step is lost, but it was computed
         for sequence in step.ended:
             self._finish(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         record = self._records[int(sequence.id)]
         record.last_token = self._now
+        record.output = sequence.made + sequence.prompt_tokens - record.request.prompt_tokens
         record.service += self._service(sequence, decoded=sequence.made - 1)
         self._planner.finished(sequence.id, Outcome(sequence.made), self._now)
 
-    def _evicted(self, sequence: Sequence, decoded: int) -> None:
-        """It has left the engine for another, and waits again with what it has made as part of its prompt."""
-        self._result.preemptions += 1
-        self._records[int(sequence.id)].service += self._service(sequence, decoded)
+    def _left(self, sequence: Sequence, decoded: int) -> None:
+        """It was aborted: its client is gone, or it waits again with what it has made as part of its prompt."""
+        record = self._records[int(sequence.id)]
+        record.service += self._service(sequence, decoded)
         self._planner.progress(sequence.id, sequence.made, self._now)
+        if record.cancelled is not None:
+            self._planner.finished(sequence.id, Outcome(sequence.made, Reason.CLIENT_GONE), self._now)
+            return
+        self._result.preemptions += 1
         self._planner.evicted(sequence.id, self._now)
 
     def _service(self, sequence: Sequence, decoded: int) -> float:
@@ -214,6 +265,7 @@ class _Run:
         point.running += elapsed * self._running_in_step
         point.kv_usage += elapsed * self._machine.kv_usage
         point.waiting += elapsed * self._planner.waiting()
+        self._floors.look(self._planner.books)
 
     # --- the planner ----------------------------------------------------------------------------------------------
 
@@ -225,6 +277,17 @@ class _Run:
         self._arrived += 1
         if self._arrived % PROGRESS_EVERY == 0 and self._arrived < len(self._requests):
             self._on_progress(self._arrived, len(self._requests))
+
+    def _cancel(self) -> None:
+        """A client goes away: what waits is forgotten, what runs is aborted."""
+        instant, number = self._cancels[self._cancelled]
+        self._cancelled += 1
+        record = self._records[number]
+        state = self._planner.cancel(record.request.id, instant)
+        if state is not State.UNKNOWN:
+            record.cancelled = instant
+        if state is State.RUNNING and (sequence := self._machine.abort(record.request.id)) is not None:
+            self._left(sequence, decoded=sequence.made - 1)
 
     def _decide(self) -> None:
         """Decide and carry out, again if that made room at once (an eviction between two steps)."""
@@ -258,11 +321,13 @@ class _Run:
 
     def _dispatch(self, decision: Dispatch) -> None:
         request = decision.request
+        output, asked = self._outputs[int(request.id)], self._requests[int(request.id)]
+        produced = request.prompt_tokens - asked.prompt_tokens  # before it was evicted
         self._machine.add(
             Sequence(
                 request.id,
                 request.prompt_tokens,
-                request.max_tokens,
+                min(output - produced, request.max_tokens),
                 End.LENGTH,
                 priority=decision.engine_priority,
                 arrival=request.arrival,
@@ -273,5 +338,5 @@ class _Run:
         """Abort it in the engine. True if it has left already, False if it leaves when the running step ends."""
         sequence = self._machine.abort(decision.request.id)
         if sequence is not None:
-            self._evicted(sequence, decoded=sequence.made - 1)
+            self._left(sequence, decoded=sequence.made - 1)
         return sequence is not None

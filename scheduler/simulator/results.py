@@ -54,13 +54,15 @@ class PolicyResult:
 def judge(replay: Replay) -> PolicyResult:
     """Everything that is reported of one run."""
     tiers, span = replay.workload.tiers, replay.workload.span
-    by_tier = {name: [record for record in replay.records if record.request.tier == name] for name in tiers}
+    by_tier = {
+        name: [record for record in replay.records if record.request.tier == name and counts(record)] for name in tiers
+    }
     kept = {name: sum(attained(record, tiers[name]) for record in records) for name, records in by_tier.items()}
     finished = [record for record in replay.records if record.last_token is not None]
     shares = _shares(replay)
     return PolicyResult(
         throughput_rps=len(finished) / span,
-        throughput_tps=sum(record.request.max_tokens for record in finished) / span,
+        throughput_tps=sum(tokens_of(record) for record in finished) / span,
         goodput_rps=sum(kept.values()) / span,
         value=weighted_value(kept, {name: len(records) for name, records in by_tier.items()}, tiers),
         preemptions=replay.preemptions,
@@ -78,8 +80,22 @@ def attained(record: Record, tier: TierSpec) -> bool:
     request = record.request
     if tier.contract is Contract.E2E_TOTAL or not request.stream:
         return record.last_token <= request.deadline + ROUNDING
-    allowed = (request.max_tokens - 1) * tier.tpot + ROUNDING
+    allowed = (tokens_of(record) - 1) * tier.tpot + ROUNDING
     return record.first_token <= request.deadline + ROUNDING and record.last_token - record.first_token <= allowed
+
+
+def tokens_of(record: Record) -> int:
+    """Output tokens of a request that has run to its end."""
+    return record.request.max_tokens if record.output is None else record.output
+
+
+def counts(record: Record) -> bool:
+    """False if the client went away before anything was missed: nobody can say whether the contract would be kept."""
+    if record.cancelled is None:
+        return True
+    if record.request.stream and record.first_token is not None:
+        return record.first_token > record.request.deadline
+    return record.cancelled > record.request.deadline
 
 
 def weighted_value(kept: Mapping[str, float], total: Mapping[str, int], tiers: Mapping[str, TierSpec]) -> float:
@@ -141,7 +157,7 @@ def _shares(replay: Replay) -> dict[str, tuple[float | None, float | None]]:
 
     Demand is what a tier's requests used, and for those that did not run, what they would have used: their cost at
     full batch, corrected by how much more than that the others really used. A request that its tier refuses because
-    even an idle engine would be too late for it is no demand: no share of engine time could serve it.
+    even an idle engine would be too late for it is no demand, nor is what a client that went away left unserved.
     """
     tiers, span = replay.workload.tiers, replay.workload.span
     start = WARM_UP if span >= 2 * WARM_UP else 0.0
@@ -151,7 +167,7 @@ def _shares(replay: Replay) -> dict[str, tuple[float | None, float | None]]:
     served_cost = 0.0
     for record in counted:
         received[record.request.tier] += record.service
-        if record.refusal is Reason.DEADLINE_UNREACHABLE:
+        if record.refusal is Reason.DEADLINE_UNREACHABLE or record.cancelled is not None:
             continue
         if record.last_token is None:
             unserved[record.request.tier] += record.cost

@@ -10,7 +10,7 @@ import bisect
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler.core.types import OnInfeasible, Request, TierSpec
 from scheduler.simulator.profiles import Profile
@@ -36,6 +36,7 @@ DEFAULT_TIERS: dict[str, TierSpec] = {
 DEFAULT_MIX = (0.2, 0.3, 0.5)  # of the requests, best rank first
 TENANTS = 50  # when the trace names none: as many, of which the k-th has a share of 1 / k^1.1
 TENANT_EXPONENT = 1.1
+CANCEL_WITHIN = 10.0  # seconds; uniform
 FULL_BATCH_KV = 0.8  # share of the KV pool that a full batch holds in the measure of load
 
 
@@ -53,15 +54,20 @@ class Demand:
     length_scale: tuple[float, float] = (1.0, 1.0)  # prompts, outputs
     mix: tuple[float, ...] = ()
     cap_outputs: bool = False  # at the tiers' max_tokens
+    max_tokens: int | None = None  # what every request asks for; None: the output that it has, so that this is known
+    cancel_share: float = 0.0  # of the requests, whose clients go away within CANCEL_WITHIN of their arrival
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival, from 0. `costs`: engine-seconds of each at full batch. `shortened`: how many rows
-    were longer than the engine takes."""
+    """Requests in order of arrival, from 0. `costs`: engine-seconds of each at full batch. `outputs`: tokens that each
+    makes. `cancels`: when clients go away, (instant, number of the request). `shortened`: how many rows were longer
+    than the engine takes."""
 
     requests: tuple[Request, ...]
     costs: tuple[float, ...]
+    outputs: tuple[int, ...]
+    cancels: tuple[tuple[float, int], ...]
     tiers: Mapping[str, TierSpec]
     rho: float
     span: float  # seconds from the first arrival to the last
@@ -86,11 +92,19 @@ def build_workload(
     span = rows[-1].arrival - rows[0].arrival
     scale = _time_scale(sum(costs), span, demand.rho)
     requests = tuple(
-        _request(number, row, (row.arrival - rows[0].arrival) * scale, tier, tenant, streamed)
+        _request(number, _asked(row, demand, profile), (row.arrival - rows[0].arrival) * scale, tier, tenant, streamed)
         for number, (row, tier, tenant, streamed) in enumerate(dealt)
     )
-    shortened = sum(1 for row in rows if sum(_scaled(row, demand)) > profile.longest)
-    return Workload(requests, tuple(costs), tiers, sum(costs) / (span * scale), span * scale, shortened)
+    return Workload(
+        requests,
+        tuple(costs),
+        tuple(row.output_tokens for row, *_ in dealt),
+        _cancels(requests, demand),
+        tiers,
+        sum(costs) / (span * scale),
+        span * scale,
+        shortened=sum(1 for row in rows if sum(_scaled(row, demand)) > profile.longest),
+    )
 
 
 def request_costs(rows: Sequence[TraceRow], profile: Profile) -> list[float]:
@@ -124,9 +138,9 @@ def _cumulative_mix(mix: tuple[float, ...], tiers: int) -> list[float]:
     return [part / sum(mix) for part in itertools.accumulate(mix)][:-1]
 
 
-def _draws(seed: int, number: int) -> tuple[float, float, float]:
-    """Three independent uniform numbers in [0, 1) that belong to row `number`."""
-    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=24).digest()
+def _draws(seed: int, number: int, purpose: str = "") -> tuple[float, float, float]:
+    """Three independent uniform numbers in [0, 1) that belong to row `number`, and others for each purpose."""
+    digest = hashlib.blake2b(f"{seed}:{number}{purpose}".encode(), digest_size=24).digest()
     first, second, third = (int.from_bytes(digest[at : at + 8], "big") / 2**64 for at in (0, 8, 16))
     return first, second, third
 
@@ -143,6 +157,27 @@ def _fit(row: TraceRow, profile: Profile, demand: Demand, tier: TierSpec) -> Tra
         output = min(output, tier.max_tokens)
     output = min(output, profile.longest - 1)
     return TraceRow(row.arrival, min(prompt, profile.longest - output), output, row.tenant)
+
+
+def _asked(row: TraceRow, demand: Demand, profile: Profile) -> TraceRow:
+    """The row with the output that its client allows for, at most what the engine takes."""
+    if demand.max_tokens is None:
+        return row
+    most = min(max(demand.max_tokens, row.output_tokens), profile.longest - row.prompt_tokens)
+    return replace(row, output_tokens=most)
+
+
+def _cancels(requests: Sequence[Request], demand: Demand) -> tuple[tuple[float, int], ...]:
+    if not demand.cancel_share:
+        return ()
+    drawn = (_draws(demand.seed, number, ":cancel") for number in range(len(requests)))
+    return tuple(
+        sorted(
+            (request.arrival + CANCEL_WITHIN * patience, number)
+            for number, (request, (goes, patience, _)) in enumerate(zip(requests, drawn, strict=True))
+            if goes < demand.cancel_share
+        )
+    )
 
 
 def _time_scale(work: float, span: float, rho: float | None) -> float:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from scheduler.core.policies.priority import Priority
+from scheduler.core.service import FLOOR_CLAMP
 from scheduler.core.types import Contract, Decision, PolicyConfig, Preempt, Reason, Request, TierSpec
 from scheduler.simulator import replay as replay_module
 from scheduler.simulator.engine_curve import EngineCurve
@@ -277,6 +279,41 @@ def test_a_planner_that_leaves_requests_waiting_is_an_error(
     monkeypatch.setattr(replay_module, "STALL_DECISIONS", 100)
     with pytest.raises(ReplayError, match=says):
         run("continuous", 1.0, count=10)
+
+
+def test_a_policy_that_fails_in_a_replay_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Priority, "candidates", lambda self, now: 1 / 0)
+    with pytest.raises(ReplayError, match="ZeroDivisionError"):
+        run("priority", 1.0, count=10)
+
+
+def test_requests_make_their_output_and_no_more_whatever_they_ask_for() -> None:
+    known, unknown = workload(count=40), workload(count=40, max_tokens=4096)
+    assert {request.max_tokens for request in unknown.requests} == {4096}
+    assert unknown.costs == known.costs
+    records = replay(unknown, H100, PolicyConfig(name="continuous")).records
+    assert [record.output for record in records] == [request.max_tokens for request in known.requests]
+
+
+def test_clients_that_go_away_free_what_they_hold_and_leave_the_denominator_if_nothing_was_missed() -> None:
+    made = workload(rho=1.5, count=400, cancel_share=0.5)
+    done = replay(made, H100, PolicyConfig(name="batching_aware"))
+    gone = [record for record in done.records if record.cancelled is not None]
+    assert 50 < len(gone) < len(made.cancels)  # the others had ended before their client went
+    assert all(record.last_token is None and record.cancelled > record.request.arrival for record in gone)
+    unfinished_prefills = done.busy - sum(record.service for record in done.records)
+    assert 0 <= unfinished_prefills < 0.01 * done.busy
+    missed = [one for one in gone if (one.first_token or one.cancelled or 0) > one.request.deadline]
+    counted = sum(tier.requests for tier in judge(done).tiers.values())
+    assert counted == 400 - len(gone) + len(missed)
+
+
+def test_a_floor_that_is_withheld_is_seen() -> None:
+    """Strict priority starves the worst rank while a better one floods; the default policy keeps its floor."""
+    flood = workload(rho=2.0, count=3000, mix=(0.9, 0.0, 0.1))
+    strict = replay(flood, H100, PolicyConfig(name="priority"))
+    fair = replay(flood, H100, PolicyConfig(name="batching_aware"))
+    assert fair.floor_debt["free"] < 2 * FLOOR_CLAMP < strict.floor_debt["free"]
 
 
 # --- figures --------------------------------------------------------------------------------------------------------
