@@ -118,9 +118,15 @@ class Batcher:
         return None
 
     def reserved_against(self, tier: TierSpec, better: list[TierSpec]) -> Reason | None:
-        """Whether the free slots are kept for `better` tiers: their reservation less what they use of it."""
-        kept = sum(one.reserved_slots for one in better) * self.cap - sum(self._per_tier[one.name] for one in better)
-        if len(self._running) + 1 > self.cap - max(int(kept), 0):
+        """Whether the free slots are kept for `better` tiers, best first: what each has reserved and does not use.
+
+        A rank that runs more than its own part uses up the part of the next one, never that of a better one.
+        """
+        kept = over = 0.0
+        for one in better:
+            free = one.reserved_slots * self.cap - self._per_tier[one.name] - over
+            kept, over = kept + max(free, 0.0), max(-free, 0.0)
+        if len(self._running) + 1 > self.cap - int(kept):
             return Reason.SLOTS_RESERVED
         return None
 

@@ -359,3 +359,39 @@ class Plant:
             assert flight is not None
             if id != self.evicting and not self.fates[id].ends:
                 assert flight.tokens == self.machine.tokens(sequence)
+
+
+# --- loads, and what came of them -----------------------------------------------------------------------------------
+
+
+def flood(
+    tier: str, rate: float, seconds: float, tenant: str = "t1", prompt: int = 60, output: int = 20
+) -> list[Arrival]:
+    """Even arrivals of one tier."""
+    return [Arrival(n / rate, tier, prompt, output, output, tenant=tenant) for n in range(int(rate * seconds))]
+
+
+def merged(*parts: list[Arrival]) -> list[Arrival]:
+    return sorted((arrival for part in parts for arrival in part), key=lambda arrival: arrival.at)
+
+
+def rounds(rates: Mapping[str, float], seconds: float, prompt: int, output: int) -> list[Arrival]:
+    """All tiers at their rates, one tenant each."""
+    return merged(*(flood(tier, rate, seconds, prompt=prompt, output=output) for tier, rate in rates.items()))
+
+
+def received(plant: Plant) -> dict[str, float]:
+    """Engine-seconds by tier."""
+    return {name: account.own.meter.read() for name, account in plant.planner.books.service.tiers.items()}
+
+
+def value(plant: Plant) -> float:
+    """Attained requests weighted by tier weight, over all."""
+    won = total = 0.0
+    for fate in plant.fates.values():
+        tier = TIERS[fate.arrival.tier]
+        total += tier.weight
+        if fate.ends == ["finished"] and fate.first is not None and fate.last is not None:
+            pace = (fate.last - fate.first) / max(fate.arrival.output - 1, 1)
+            won += tier.weight * (fate.first - fate.arrival.at <= tier.ttft and pace <= tier.tpot)
+    return won / total

@@ -46,19 +46,17 @@ from scheduler.core.policies.batching_aware import BatchingAware
 from scheduler.core.service import FLOOR_CLAMP, FLOOR_MOST
 from scheduler.core.types import (
     Dispatch,
-    Expire,
     Lane,
     OnInfeasible,
     Outcome,
     PolicyConfig,
     Preempt,
-    Reason,
     Refusal,
     Request,
     TierSpec,
 )
 from scheduler.engines.simulated.machine import StepCost
-from tests.core.plant import CAPACITY, COST, TIERS, Arrival, Plant, Trouble
+from tests.core.plant import CAPACITY, COST, TIERS, Arrival, Plant, Trouble, merged, received, rounds, value
 
 HARD = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 LONG = settings(HARD, max_examples=6)  # for properties of half a minute of overload
@@ -183,11 +181,6 @@ def test_attributed_service_is_the_busy_time(arrivals: list[Arrival], policy: st
     assert service.busy == pytest.approx(plant.busy, rel=1e-9, abs=1e-12)
 
 
-def received(plant: Plant) -> dict[str, float]:
-    """Engine-seconds by tier."""
-    return {name: account.own.meter.read() for name, account in plant.planner.books.service.tiers.items()}
-
-
 @HARD
 @given(workloads(cancels=False), policies, troubles())
 def test_after_a_decision_nobody_else_could_go(arrivals: list[Arrival], policy: str, trouble: Trouble) -> None:
@@ -199,11 +192,6 @@ def test_after_a_decision_nobody_else_could_go(arrivals: list[Arrival], policy: 
             assert not [one for one in plant.planner.decide(plant.now) if isinstance(one, Dispatch)]
 
     Plant(arrivals, policy, trouble=trouble, observe=ask_again).play()
-
-
-def rounds(rates: dict[str, float], seconds: float, prompt: int, output: int) -> list[Arrival]:
-    """All tiers at their rates, one tenant each."""
-    return merged(*(flood(tier, rate, seconds, prompt=prompt, output=output) for tier, rate in rates.items()))
 
 
 def in_flight(plant: Plant) -> dict[str, list[float]]:
@@ -556,85 +544,9 @@ def test_more_capacity_does_not_lower_the_value(
     assert value(Plant(load, capacity=larger).play()) >= value(Plant(load).play()) - 0.02
 
 
-def flood(
-    tier: str, rate: float, seconds: float, tenant: str = "t1", prompt: int = 60, output: int = 20
-) -> list[Arrival]:
-    """Even arrivals of one tier."""
-    return [
-        Arrival(n / rate, tier, prompt, output, output, tenant=tenant, stream=True) for n in range(int(rate * seconds))
-    ]
-
-
-def merged(*parts: list[Arrival]) -> list[Arrival]:
-    return sorted((arrival for part in parts for arrival in part), key=lambda arrival: arrival.at)
-
-
-def test_two_tenants_of_a_tier_share_it_evenly_however_many_one_sends() -> None:
-    """A tenant that floods does not take the other's turn."""
-    plant = Plant(merged(flood("bronze", 40, 40, "loud"), flood("bronze", 4, 40, "quiet"))).play(until=40.0)
-    done = {"loud": 0, "quiet": 0}
-    for fate in plant.fates.values():
-        done[fate.arrival.tenant] += fate.ends == ["finished"]
-    sent = sum(fate.arrival.tenant == "quiet" for fate in plant.fates.values())
-    assert done["quiet"] >= 0.9 * sent - 4
-
-
-def test_background_runs_only_when_nobody_else_can() -> None:
-    """A tier of weight zero gets idle capacity, and all of it."""
-    tiers = TIERS | {"bronze": replace(TIERS["bronze"], weight=0.0, floor=0.0, on_infeasible=OnInfeasible.LATE)}
-    busy = Plant(merged(flood("silver", 40, 20), flood("bronze", 20, 20)), tiers=tiers).play(until=20.0)
-    assert received(busy)["bronze"] <= 0.1 * busy.busy
-    idle = Plant(flood("bronze", 20, 20), tiers=tiers).play()
-    assert all(fate.ends == ["finished"] for fate in idle.fates.values())
-
-
 def test_the_degradation_level_returns_to_zero_when_the_load_stops() -> None:
     """16, with a whole planner: an overload climbs the ladder, and a calm minute leads back."""
-    overload = merged(flood("gold", 40, 20), flood("silver", 60, 20), flood("bronze", 60, 20))
-    plant = Plant(overload).play()
+    plant = Plant(rounds({"gold": 40, "silver": 60, "bronze": 60}, 20, 60, 20)).play()
     levels = [event for event in plant.events if isinstance(event, LevelChange)]
     assert levels
     assert plant.planner.snapshot(plant.now).level == 0
-
-
-def value(plant: Plant) -> float:
-    """Attained requests weighted by tier weight, over all."""
-    won = total = 0.0
-    for fate in plant.fates.values():
-        tier = TIERS[fate.arrival.tier]
-        total += tier.weight
-        if fate.ends == ["finished"] and fate.first is not None and fate.last is not None:
-            pace = (fate.last - fate.first) / max(fate.arrival.output - 1, 1)
-            won += tier.weight * (fate.first - fate.arrival.at <= tier.ttft and pace <= tier.tpot)
-    return won / total
-
-
-@pytest.mark.parametrize("factor", [0.2, 5.0])
-def test_a_step_model_that_is_wrong_by_five_finds_back(factor: float) -> None:
-    """Bad estimates: predictions are within a tenth after a hundred steps, and nothing is lost meanwhile."""
-    load = merged(flood("gold", 6, 20), flood("silver", 6, 20))
-    plant = Plant(load, trouble=Trouble(belief=factor)).play()
-    assert [len(fate.ends) for fate in plant.fates.values()] == [1] * len(plant.fates)
-    assert plant.planner.books.steps.quantile(0.5) == pytest.approx(1.0, abs=0.1)
-
-
-def test_max_tokens_far_above_what_is_produced_does_not_empty_the_batch() -> None:
-    """Lengths are learned: after some ends a request that may produce 400 tokens counts with the 10 it will."""
-    load = [replace(arrival, max_tokens=400, output=10) for arrival in flood("silver", 20, 20, prompt=30)]
-    plant = Plant(load).play()
-    late = [fate for fate in plant.fates.values() if fate.arrival.at > 10.0]
-    assert sum(fate.ends == ["finished"] for fate in late) >= 0.95 * len(late)
-
-
-def test_an_engine_that_reports_nothing_for_ten_seconds_loses_nobody() -> None:
-    """Silence: no step for ten seconds; what waits too long is answered, the rest runs when it is back."""
-    load = merged(flood("gold", 4, 15), flood("bronze", 4, 15))
-    plant = Plant(load, cost=StepCost(base=10.0)).play()
-    assert [len(fate.ends) for fate in plant.fates.values()] == [1] * len(load)
-
-
-def test_expired_requests_are_told_when_to_come_back() -> None:
-    """A deadline that cannot be met is refused with the time after which it could."""
-    plant = Plant(flood("bronze", 200, 3)).play()
-    told = [d for _, d in plant.log if isinstance(d, Expire) and d.reason is Reason.DEADLINE_INFEASIBLE]
-    assert all(decision.retry_after is not None and decision.retry_after > 0 for decision in told)

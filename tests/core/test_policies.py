@@ -248,6 +248,19 @@ def test_the_estimate_of_a_batch_grows_with_it(seen: list[tuple[int, int, float]
     assert 0.0 <= model.predict(size, tokens) <= model.predict(size + 1, tokens + 10) + 1e-9
 
 
+def test_a_rank_that_uses_its_own_reserved_slots_does_not_open_those_of_a_better_one() -> None:
+    reserved = {name: replace(TIERS[name], reserved_slots=share) for name, share in [("gold", 0.2), ("silver", 0.2)]}
+    pool = Planner(replace(ROOMY, max_seqs=10), TIERS | reserved, PolicyConfig(name="batching_aware"))
+    fill(pool, "silver", 6, prompt_tokens=1)
+    assert len(dispatched(pool.decide(0.0))) == 6
+    fill(pool, "bronze", 3, prompt_tokens=1)
+    assert len(dispatched(pool.decide(0.0))) == 2
+    fill(pool, "silver", 1, at=0.1, prompt_tokens=1)
+    assert dispatched(pool.decide(0.1)) == [], "the last two are the best rank's"
+    fill(pool, "gold", 2, at=0.2, prompt_tokens=1)
+    assert len(dispatched(pool.decide(0.2))) == 2
+
+
 # --- every policy ---------------------------------------------------------------------------------------------------
 
 
