@@ -11,7 +11,7 @@ import msgspec
 from django.db.models import Max
 
 from scheduler.models import DeadLetter
-from scheduler.wire.messages import Caller, LimitSpec, SamplingSpec, Submit
+from scheduler.wire.messages import BudgetSpec, Caller, LimitSpec, SamplingSpec, Submit
 
 KEPT = 10_000  # the newest letters
 PAYLOAD_BYTES = 64 * 1024  # a larger request is not kept, and its letter cannot be retried
@@ -45,7 +45,8 @@ def pack(submit: Submit) -> str:
     document = msgspec.structs.asdict(submit)
     document["sampling"] = msgspec.structs.asdict(submit.sampling)
     document["caller"] = msgspec.structs.asdict(submit.caller) | {
-        "limits": [msgspec.structs.asdict(limit) for limit in submit.caller.limits]
+        "limits": [msgspec.structs.asdict(limit) for limit in submit.caller.limits],
+        "budgets": [msgspec.structs.asdict(budget) for budget in submit.caller.budgets],
     }
     text = msgspec.json.encode(document)
     return text.decode() if len(text) <= PAYLOAD_BYTES else ""
@@ -55,7 +56,9 @@ def unpack(payload: str, request_id: str) -> Submit:
     """The submission again, as a new request."""
     document: dict[str, Any] = msgspec.json.decode(payload)
     caller, sampling = document["caller"], document["sampling"]
-    document["caller"] = Caller(**caller | {"limits": tuple(LimitSpec(**limit) for limit in caller["limits"])})
+    limits = tuple(LimitSpec(**limit) for limit in caller["limits"])
+    budgets = tuple(BudgetSpec(**budget | {"alerts": tuple(budget["alerts"])}) for budget in caller["budgets"])
+    document["caller"] = Caller(**caller | {"limits": limits, "budgets": budgets})
     bias = {int(token): value for token, value in sampling["logit_bias"].items()}
     document["sampling"] = SamplingSpec(**sampling | {"logit_bias": bias, "stop": tuple(sampling["stop"])})
     document["messages"] = tuple(document["messages"])

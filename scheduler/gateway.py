@@ -31,6 +31,7 @@ from scheduler.wire.messages import (
     Answer,
     AnyMessage,
     Ask,
+    BudgetSpec,
     Caller,
     Cancel,
     Delta,
@@ -51,6 +52,7 @@ from scheduler.wire.transport import Address, SocketTransport, Transport, socket
 __all__ = [
     "Accepted",
     "AskError",
+    "BudgetSpec",
     "Caller",
     "ConfigConflict",
     "ConfigDocument",

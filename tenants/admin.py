@@ -18,7 +18,21 @@ from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationFo
 from . import keys
 from .audit import describe, record, target_of
 from .changes import one_change
-from .models import ApiKey, AuditEvent, Limit, Membership, Price, ProcessHeartbeat, Scope, Tenant, Tier, UsageRecord
+from .models import (
+    ApiKey,
+    AuditEvent,
+    BudgetAccount,
+    BudgetAlert,
+    BudgetLease,
+    Limit,
+    Membership,
+    Price,
+    ProcessHeartbeat,
+    Scope,
+    Tenant,
+    Tier,
+    UsageRecord,
+)
 from .models.change import Change
 from .tiers import FIELDS, TierError, check_tiers
 
@@ -165,6 +179,24 @@ class ApiKeyAdmin(AuditedAdmin):
 class LimitAdmin(AuditedAdmin):
     list_display = ("__str__", "tier", "tenant", "key", "model", "hard")
     list_filter = ("kind", "tier", "tenant")
+
+
+@admin.register(BudgetAccount)
+class BudgetAccountAdmin(ReadOnlyAdmin):
+    list_display = ("__str__", "limit", "spent", "hard", "ends_at")
+    list_filter = ("scope", "unit", "period")
+    search_fields = ("owner", "tenant_id")
+
+
+@admin.register(BudgetLease)
+class BudgetLeaseAdmin(ReadOnlyAdmin):
+    list_display = ("process", "epoch", "account", "amount")
+    list_filter = ("process",)
+
+
+@admin.register(BudgetAlert)
+class BudgetAlertAdmin(ReadOnlyAdmin):
+    list_display = ("at", "account", "level", "spent", "limit")
 
 
 @admin.register(Price)

@@ -31,6 +31,7 @@ from .documents import (
     given,
 )
 from .models import ApiKey, Limit, Price, Tenant, Tier
+from .models.limit import TOKENS
 from .tiers import TierError, assign, check_tiers
 
 ModelT = TypeVar("ModelT", bound=models.Model)
@@ -253,19 +254,26 @@ def _apply_limits(part: Limits, owner: Mapping[str, Tier | Tenant | ApiKey], pat
     """`owner` is the one foreign key of the limits, by name."""
     present = {(one.model, one.kind, one.period, one.currency): one for one in Limit.objects.filter(**owner)}
     who = " ".join(f"{kind} {_name_of(thing)}" for kind, thing in owner.items())
-    rates = [("", part, path), *((model, rate, f"{path}.models.{model}") for model, rate in part.models.items())]
-    for model, rate, where in rates:
-        for kind, value in _rates(rate):
+    parts = [("", part, path), *((model, limits, f"{path}.models.{model}") for model, limits in part.models.items())]
+    for model, limits, where in parts:
+        of_model = f" of {model}" if model else ""
+        for kind, value in _rates(limits):
             limit = present.get((model, kind, "", ""))
-            label = f"{who} {kind}{f' of {model}' if model else ''}"
+            label = f"{who} {kind}{of_model}"
             if value is None:
                 if limit is not None:
                     run.remove(limit, where, f"limit {label}")
                 continue
             limit = limit or Limit(**owner, model=model, kind=kind)
             run.save(limit, f"{where}.{kind}", "limits", label, {"value": value})
-    for index, budget in enumerate(part.budgets):
-        _apply_budget(budget, owner, present, who, f"{path}.budgets[{index}]", run)
+        units = [f"The budget per {one.period} in {_unit(one) or TOKENS}" for one in limits.budgets]
+        _no_twins(f"{where}.budgets", units)
+        for index, budget in enumerate(limits.budgets):
+            unit = _unit(budget)
+            limit = present.get((model, "budget", budget.period, unit))
+            limit = limit or Limit(**owner, model=model, kind="budget", period=budget.period, currency=unit)
+            label = f"{who} budget per {budget.period} in {limit.unit}{of_model}"
+            _apply_budget(budget, limit, label, f"{where}.budgets[{index}]", run)
 
 
 def _name_of(owner: Tier | Tenant | ApiKey) -> str:
@@ -279,28 +287,21 @@ def _rates(part: RateLimits) -> Iterable[tuple[str, int | None]]:
             yield kind, value
 
 
-def _apply_budget(
-    part: Budget,
-    owner: Mapping[str, Tier | Tenant | ApiKey],
-    present: Mapping[tuple[str, str, str, str], Limit],
-    who: str,
-    path: str,
-    run: Run,
-) -> None:
-    if part.state == "present" and (part.tokens is None) == (part.amount is None):
-        raise DocumentError(path, "A budget has either 'tokens' or an 'amount'.")
-    currency = "" if part.tokens is not None else part.currency
-    limit = present.get(("", "budget", part.period, currency))
-    label = f"{who} budget per {part.period} in {currency or 'tokens'}"
+def _unit(part: Budget) -> str:
+    """The currency; empty for tokens."""
+    return "" if part.tokens is not None else part.currency
+
+
+def _apply_budget(part: Budget, limit: Limit, label: str, path: str, run: Run) -> None:
+    """`limit` is the one of the same period and unit, perhaps a new one."""
     if part.state == "absent":
-        if limit is not None:
+        if limit.pk is not None:
             run.remove(limit, path, f"limit {label}")
         return
+    if (part.tokens is None) == (part.amount is None):
+        raise DocumentError(path, "A budget has either 'tokens' or an 'amount'.")
     amount = None if part.amount is None else Decimal(part.amount)
-    if amount is not None and amount <= 0:
-        raise DocumentError(f"{path}.amount", "Give an amount above 0.")
     values = {"value": part.tokens, "amount": amount, "hard": part.hard, "alerts": part.alerts}
-    limit = limit or Limit(**owner, kind="budget", period=part.period, currency=currency)
     run.save(limit, path, "limits", label, values)
 
 

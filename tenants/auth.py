@@ -27,7 +27,7 @@ from django.db.models import Q
 from . import keys
 from .changes import current_version
 from .database import DatabaseAway, DatabaseThread
-from .limits import EffectiveLimit, effective_limits
+from .limits import EffectiveBudget, EffectiveLimit, effective_budgets, effective_limits
 from .models import ApiKey, Tenant
 
 log = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class Principal:
     limits: tuple[EffectiveLimit, ...]
     expires_at: float | None
     version: int
+    budgets: tuple[EffectiveBudget, ...] = ()
 
     def allows_model(self, name: str) -> bool:
         return "*" in self.models or name in self.models
@@ -131,6 +132,7 @@ def _entry(key: ApiKey, version: int) -> _Entry:
         limits=effective_limits(tier, tenant, key),
         expires_at=key.expires_at.timestamp() if key.expires_at else None,
         version=version,
+        budgets=effective_budgets(tier, tenant, key),
     )
     return _Entry(
         principal=principal,

@@ -43,10 +43,10 @@ class RateLimits(Part, frozen=True):
 
 
 class Budget(Part, frozen=True):
-    """In tokens, or an amount of money. One owner has at most one per period and unit."""
+    """In tokens, or an amount of money. One owner has at most one per model, period and unit. 0 admits nothing."""
 
     period: Literal["minute", "hour", "day", "week", "month", "total"]
-    tokens: Count | None = None
+    tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     amount: Amount | None = None
     currency: str = "USD"
     hard: bool = True
@@ -54,9 +54,12 @@ class Budget(Part, frozen=True):
     state: Presence = "present"
 
 
-class Limits(RateLimits, frozen=True):
+class ModelLimits(RateLimits, frozen=True):
     budgets: list[Budget] = []
-    models: dict[str, RateLimits] = {}
+
+
+class Limits(ModelLimits, frozen=True):
+    models: dict[str, ModelLimits] = {}
 
 
 class Slo(Part, frozen=True):
@@ -217,7 +220,7 @@ def _spell_out(path: str, raw: Mapping[str, Any]) -> str:
         value = value[int(step)] if isinstance(value, list) else value[step]
     for name, limits in value.items():
         try:
-            msgspec.convert({name: limits}, dict[str, RateLimits])
+            msgspec.convert({name: limits}, dict[str, ModelLimits])
         except msgspec.ValidationError:
             return f"{before}.{name}{after}"
     return path

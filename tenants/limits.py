@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from .models import ApiKey, Limit, Tenant, Tier
 
-RATES = frozenset({Limit.Kind.RPM.value, Limit.Kind.TPM.value, Limit.Kind.CONCURRENCY.value})
-
 
 @dataclass(frozen=True, slots=True)
 class EffectiveLimit:
@@ -21,22 +19,66 @@ class EffectiveLimit:
     value: int
 
 
+@dataclass(frozen=True, slots=True)
+class EffectiveBudget:
+    """One budget. `scope`, `owner`, `model`, `unit` and the running period name the account that it is charged to.
+
+    `unit` is `tokens`, or the currency of money, which is counted in 1e-10; `value` is what may be spent in a period of
+    the calendar of `zone`. `alerts` are shares of it.
+    """
+
+    scope: str
+    owner: str
+    model: str  # "" = all models
+    unit: str
+    period: str  # as in Limit.Period
+    zone: str
+    value: int
+    hard: bool
+    alerts: tuple[float, ...]
+
+
 def effective_limits(tier: Tier, tenant: Tenant, key: ApiKey) -> tuple[EffectiveLimit, ...]:
-    """Everything that a request of `key` must pass.
+    """The rates that a request of `key` must keep to.
 
     The tier's limits are defaults: a tenant's own value replaces the tier's of the same model and kind, upwards too.
-    A key's limits come on top of its tenant's and never replace them. Budgets are not rates and not in here.
+    A key's limits come on top of its tenant's and never replace them.
     """
-    for_tenant = {**_rates(tier.limits.all()), **_rates(tenant.limits.all())}
-    return (
-        *_charged_to("tenant", str(tenant.pk), for_tenant),
-        *_charged_to("key", str(key.pk), _rates(key.limits.all())),
+    return tuple(
+        EffectiveLimit(scope, owner, limit.model, limit.kind, limit.units)
+        for scope, owner, limits in _charged(tier, tenant, key)
+        for limit in limits
+        if limit.kind != Limit.Kind.BUDGET
     )
 
 
-def _rates(limits: Iterable[Limit]) -> dict[tuple[str, str], int]:
-    return {(limit.model, limit.kind): limit.value for limit in limits if limit.kind in RATES and limit.value}
+def effective_budgets(tier: Tier, tenant: Tenant, key: ApiKey) -> tuple[EffectiveBudget, ...]:
+    """The budgets that a request of `key` is charged to: as `effective_limits`, by model, period and unit."""
+    return tuple(
+        EffectiveBudget(
+            scope=scope,
+            owner=owner,
+            model=limit.model,
+            unit=limit.unit,
+            period=limit.period,
+            zone=tenant.timezone,
+            value=limit.units,
+            hard=limit.hard,
+            alerts=tuple(limit.alerts),
+        )
+        for scope, owner, limits in _charged(tier, tenant, key)
+        for limit in limits
+        if limit.kind == Limit.Kind.BUDGET
+    )
 
 
-def _charged_to(scope: str, owner: str, rates: dict[tuple[str, str], int]) -> Iterable[EffectiveLimit]:
-    return (EffectiveLimit(scope, owner, model, kind, value) for (model, kind), value in sorted(rates.items()))
+def _charged(tier: Tier, tenant: Tenant, key: ApiKey) -> Iterable[tuple[str, str, list[Limit]]]:
+    """Scope and id of who is charged, with the limits that hold for it."""
+    for_tenant = {_what(limit): limit for limit in (*tier.limits.all(), *tenant.limits.all())}
+    yield "tenant", str(tenant.pk), [for_tenant[what] for what in sorted(for_tenant)]
+    yield "key", str(key.pk), sorted(key.limits.all(), key=_what)
+
+
+def _what(limit: Limit) -> tuple[str, str, str, str]:
+    """What it limits: of two limits of that, one replaces the other."""
+    return (limit.model, limit.kind, limit.period, limit.currency)

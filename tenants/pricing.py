@@ -7,25 +7,61 @@ shows them.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import datetime
-from decimal import ROUND_HALF_EVEN, Context, Decimal
+from decimal import Decimal
 
 from .models import Price
-from .models.fields import UNIT
+from .models.fields import DECIMALS
 
-PER_MTOK = Decimal(1_000_000)
-# More digits than a product of our columns can have: nothing is rounded before the one rounding.
-EXACT = Context(prec=60, rounding=ROUND_HALF_EVEN)
+# Rates have eight decimals per million tokens, so that 1e-14 of the currency divides every price of a token.
+RATE_UNITS = 10**8
+UNITS_OF_CHARGE = 10**4  # of 1e-14, in one of 1e-10
+
+EVERYBODY = ("", "")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrice:
+    """A price as whole numbers: what a token costs, in 1e-14 of the currency. `id` is the price's row."""
+
+    id: int
+    currency: str
+    input: int
+    cached_input: int
+    output: int
+
+    @classmethod
+    def of(cls, price: Price) -> TokenPrice:
+        rates = (price.input_per_mtok, price.cached_input_per_mtok, price.output_per_mtok)
+        return cls(price.pk, price.currency, *(int(rate * RATE_UNITS) for rate in rates))
+
+    def charge(self, prompt: int, cached: int, completion: int) -> int:
+        """What token counts cost, `cached` of the `prompt` tokens at the cached price: in 1e-10 of the currency.
+
+        Raises ValueError for counts that cannot be.
+        """
+        if not 0 <= cached <= prompt or completion < 0:
+            raise ValueError(f"token counts cannot be: prompt {prompt}, cached {cached}, completion {completion}")
+        exact = (prompt - cached) * self.input + cached * self.cached_input + completion * self.output
+        charge, rest = divmod(exact, UNITS_OF_CHARGE)
+        half = UNITS_OF_CHARGE // 2
+        return charge + (rest > half or (rest == half and charge % 2))
+
+    def most(self, prompt: int, completion: int) -> int:
+        """The most that a request may come to cost, whatever of its prompt is cached: in 1e-10 of the currency."""
+        return max(self.charge(prompt, 0, completion), self.charge(prompt, prompt, completion))
 
 
 class PriceBook:
     """Every price, in memory, as of the moment it was loaded."""
 
     def __init__(self, prices: Iterable[Price]) -> None:
-        self._by_model: dict[str, list[Price]] = {}
-        for price in prices:
-            self._by_model.setdefault(price.model, []).append(price)
+        self._prices: dict[tuple[str, str, str], list[Price]] = {}  # by model and whom it is for, in order of time
+        for price in sorted(prices, key=lambda price: price.effective_from):
+            self._prices.setdefault((price.model, *_whose(price)), []).append(price)
 
     @classmethod
     def load(cls) -> PriceBook:
@@ -36,32 +72,19 @@ class PriceBook:
 
         Within each, the one that took effect last. None: the model has no price then.
         """
-        in_force = [price for price in self._by_model.get(model, ()) if price.effective_from <= at]
-        applying = [(rank, price) for price in in_force if (rank := _closeness(price, tier, tenant_id))]
-        if not applying:
-            return None
-        return max(applying, key=lambda found: (found[0], found[1].effective_from))[1]
+        for whose in (("tenant", tenant_id), ("tier", tier), EVERYBODY):
+            prices = self._prices.get((model, *whose), ())
+            if began := bisect_right(prices, at, key=lambda price: price.effective_from):
+                return prices[began - 1]
+        return None
 
 
-def _closeness(price: Price, tier: str, tenant_id: str) -> int:
-    """3: the tenant's own price, 2: its tier's, 1: everybody's, 0: somebody else's."""
+def _whose(price: Price) -> tuple[str, str]:
     if price.tenant_id is not None:
-        return 3 if str(price.tenant_id) == tenant_id else 0
-    if price.tier is not None:
-        return 2 if price.tier.name == tier else 0
-    return 1
+        return "tenant", str(price.tenant_id)
+    return EVERYBODY if price.tier is None else ("tier", price.tier.name)
 
 
 def charge(price: Price, prompt: int, cached: int, completion: int) -> Decimal:
-    """The charge for token counts: `cached` of the `prompt` tokens at the cached price. Raises ValueError if more."""
-    if not 0 <= cached <= prompt or completion < 0:
-        raise ValueError(f"token counts cannot be: prompt {prompt}, cached {cached}, completion {completion}")
-    parts = (
-        (prompt - cached, price.input_per_mtok),
-        (cached, price.cached_input_per_mtok),
-        (completion, price.output_per_mtok),
-    )
-    total = Decimal(0)
-    for tokens, per_mtok in parts:
-        total = EXACT.add(total, EXACT.multiply(Decimal(tokens), per_mtok))
-    return EXACT.divide(total, PER_MTOK).quantize(UNIT, context=EXACT)
+    """`TokenPrice.charge` as an amount of the currency."""
+    return Decimal(TokenPrice.of(price).charge(prompt, cached, completion)).scaleb(-DECIMALS)

@@ -78,6 +78,7 @@ TABLE: dict[str, Shape] = {
     "engine_not_ready": _overloaded(2.0),
     "draining": _overloaded(1.0),
     "spool_unavailable": _overloaded(5.0),
+    "budget_unavailable": _overloaded(5.0),
     "queue_timeout": _overloaded(2.0),
     "deadline_infeasible": _overloaded(2.0),
     "deadline_unreachable": Shape(503, UNAVAILABLE, "deadline_unreachable"),

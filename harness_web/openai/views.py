@@ -14,7 +14,7 @@ from harness_web.openai.exchange import Exchange
 from harness_web.openai.schema import ChatRequest, parse_chat
 from harness_web.openai.sse import StreamedAnswer
 from harness_web.runtime import WebRuntime
-from scheduler.gateway import Caller, Event, LimitSpec, SamplingSpec, Submit
+from scheduler.gateway import BudgetSpec, Caller, Event, LimitSpec, SamplingSpec, Submit
 from tenants.auth import Principal
 
 MODELS_SINCE = 1_767_225_600  # `created` of every model: 2026-01-01, the same on every worker and after every restart
@@ -95,6 +95,10 @@ def caller(principal: Principal) -> Caller:
             LimitSpec(limit.scope, limit.owner, limit.model, limit.kind, limit.value) for limit in principal.limits
         ),
         version=principal.version,
+        budgets=tuple(
+            BudgetSpec(one.scope, one.owner, one.model, one.unit, one.period, one.zone, one.value, one.hard, one.alerts)
+            for one in principal.budgets
+        ),
     )
 
 

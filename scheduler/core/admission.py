@@ -1,6 +1,7 @@
 """The caller's own limits: reserved at arrival, settled at the end, given back exactly once.
 
-One `Admission` per scheduler process, above its pools, so that a tenant's limits hold over all models it calls.
+One `Admission` per scheduler process, above its pools, so that a tenant's limits hold over all models it calls. Rates
+and concurrency are counted here, budgets in `budgets.py`; a request reserves of all of them or of none.
 
 A rate is a rolling window of 60 slots. The window must never be shorter than a minute, whatever the phase of the
 current slot, so a slot is 60/59 s wide: 59 whole slots and the running one always cover at least 60 s, and no 60
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from scheduler.core.budgets import AccountKey, Budget, Budgets, Share, Spending, Standing
 from scheduler.core.types import Limit, Reason, Refusal
 
 WINDOW_SLOTS = 60
@@ -79,25 +81,39 @@ class Window:
 
 @dataclass(slots=True)
 class Reservation:
-    """What a live request holds: its slot in the rate windows, and which counters."""
+    """What a live request holds: its slot in the rate windows, which counters, and its shares of budgets."""
 
     slot: int
     tokens: int
     rates: list[CounterKey] = field(default_factory=list)
     slots_held: list[CounterKey] = field(default_factory=list)
+    shares: Sequence[Share] = ()
+
+
+NOTHING = Spending()
 
 
 class Admission:
-    """Counters of all active tenants and keys. Amounts: requests, tokens, running requests."""
+    """Counters of all active tenants and keys. Amounts: requests, tokens, running requests, money in budgets."""
 
     def __init__(self) -> None:
+        self.budgets = Budgets()
         self._windows: dict[CounterKey, Window] = {}
         self._running: dict[CounterKey, int] = {}
         self._reservations: dict[str, Reservation] = {}
         self._since_sweep = 0
 
-    def reserve(self, request_id: str, limits: Sequence[Limit], model: str, tokens: int, now: float) -> Refusal | None:
-        """Reserve one request, `tokens` (prompt and the most it may produce) and one running place, or nothing at all.
+    def reserve(
+        self,
+        request_id: str,
+        limits: Sequence[Limit],
+        model: str,
+        tokens: int,
+        now: float,
+        spending: Spending = NOTHING,
+    ) -> Refusal | None:
+        """Reserve one request, `tokens` (prompt and the most it may produce), one running place and `spending`, or
+        nothing at all.
 
         Raises ValueError if the request holds a reservation already.
         """
@@ -108,19 +124,26 @@ class Admission:
             refusal = self._check(limit, tokens, now)
             if refusal is not None:
                 return refusal
-        reservation = Reservation(_slot(now), tokens)
+        refusal = self.budgets.check(spending, now)
+        if refusal is not None:
+            return refusal
+        reservation = Reservation(_slot(now), tokens, shares=self.budgets.take(spending, now))
         for limit in applying:
             self._take(limit, reservation)
         self._reservations[request_id] = reservation
         self._sweep(now)
         return None
 
-    def settle(self, request_id: str, tokens: int, now: float) -> None:
-        """The request has ended with `tokens` actually used; calling again, or for an unknown id, does nothing."""
+    def settle(self, request_id: str, tokens: int, now: float, money: int = 0) -> None:
+        """The request has ended; `tokens` were actually used, which cost `money` in the currency of its budgets.
+
+        Calling again, or for an unknown id, does nothing.
+        """
         reservation = self._reservations.pop(request_id, None)
         if reservation is None:
             return
         self._free_places(reservation)
+        self.budgets.settle(reservation.shares, tokens, money)
         for key in reservation.rates:
             if key[3] == TPM:
                 self._correct(key, reservation.slot, tokens - reservation.tokens, now)
@@ -131,6 +154,7 @@ class Admission:
         if reservation is None:
             return
         self._free_places(reservation)
+        self.budgets.release(reservation.shares)
         for key in reservation.rates:
             amount = reservation.tokens if key[3] == TPM else 1
             self._correct(key, reservation.slot, -amount, now)
@@ -155,9 +179,42 @@ class Admission:
             headers[f"reset-{name}"] = window.reset_in(now)
         return headers
 
+    def standing(self, limits: Sequence[Limit], budgets: Sequence[Budget], now: float, wall: float) -> list[Standing]:
+        """How all of these stand, in their order: limits, then budgets. `wall`: the Unix time of `now`."""
+        held = self._held()
+        return [
+            *(self._standing(limit, held.get(_key(limit), 0), now, wall) for limit in limits),
+            *(self.budgets.note(budget, now).standing() for budget in budgets),
+        ]
+
+    def leased(self, request_id: str) -> tuple[AccountKey, ...]:
+        """The accounts that pay for a request from a lease."""
+        shares = self._reservations[request_id].shares
+        return tuple(share.account.budget.key for share in shares if share.leased)
+
     def reserved(self) -> int:
         """How many requests hold a reservation (for conservation checks)."""
         return len(self._reservations)
+
+    def _held(self) -> dict[CounterKey, int]:
+        """Tokens that live requests have reserved, by the counter of the rate."""
+        held: dict[CounterKey, int] = {}
+        for reservation in self._reservations.values():
+            for key in reservation.rates:
+                if key[3] == TPM:
+                    held[key] = held.get(key, 0) + reservation.tokens
+        return held
+
+    def _standing(self, limit: Limit, held: int, now: float, wall: float) -> Standing:
+        who = (limit.scope, limit.owner, limit.model, limit.kind)
+        if limit.kind == CONCURRENCY:
+            running = self._running.get(_key(limit), 0)
+            return Standing(*who, "requests", "", limit.value, running, 0, max(limit.value - running, 0), None)
+        window = self._window(limit, now)
+        held = min(held, window.total)  # what was reserved more than a minute ago has left the window
+        left = max(limit.value - window.total, 0)
+        reset = wall + window.reset_in(now)
+        return Standing(*who, HEADER_NAMES[limit.kind], "minute", limit.value, window.total - held, held, left, reset)
 
     def _check(self, limit: Limit, tokens: int, now: float) -> Refusal | None:
         where = f" on model {limit.model}" if limit.model else ""

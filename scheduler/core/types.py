@@ -56,6 +56,7 @@ class Reason(StrEnum):
     ENGINE_NOT_READY = "engine_not_ready"
     DRAINING = "draining"
     SPOOL_UNAVAILABLE = "spool_unavailable"
+    BUDGET_UNAVAILABLE = "budget_unavailable"
     DEADLINE_INFEASIBLE = "deadline_infeasible"
     DEADLINE_UNREACHABLE = "deadline_unreachable"  # also on an idle engine
     DEGRADED = "degraded"

@@ -57,6 +57,20 @@ class LimitSpec(Message, tag=30):
     value: int
 
 
+class BudgetSpec(Message, tag=34):
+    """One budget that applies to a request. `value` is in tokens, or in 1e-10 of the currency that `unit` names."""
+
+    scope: str  # tenant | key
+    owner: str
+    model: str  # "" = all models
+    unit: str  # "tokens" or a currency
+    period: str  # minute | hour | day | week | month | total
+    zone: str  # whose calendar the period follows
+    value: int
+    hard: bool
+    alerts: tuple[float, ...] = ()  # shares of the value
+
+
 class Caller(Message, tag=31):
     """Who is asking, as authentication established it. Never taken from the body."""
 
@@ -67,6 +81,7 @@ class Caller(Message, tag=31):
     limits: tuple[LimitSpec, ...] = ()
     version: int = 0  # change version this was read at
     key_name: str = ""  # as it stands in the usage record
+    budgets: tuple[BudgetSpec, ...] = ()
 
 
 class SamplingSpec(Message, tag=32):

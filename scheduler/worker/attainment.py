@@ -17,6 +17,7 @@ OUR_REASONS = frozenset(
         Reason.ENGINE_NOT_READY,
         Reason.DRAINING,
         Reason.SPOOL_UNAVAILABLE,
+        Reason.BUDGET_UNAVAILABLE,
         Reason.QUEUE_TIMEOUT,
         Reason.DEADLINE_INFEASIBLE,
         Reason.DEADLINE_UNREACHABLE,

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler.core.types import PolicyConfig, TierSpec
+from tenants.pricing import TokenPrice
 
-PriceFinder = Callable[[str, str, str, float], int | None]
-"""(model, tier, tenant id, Unix time) -> id of the price that applies then."""
+PriceFinder = Callable[[str, str, str, float], TokenPrice | None]
+"""(model, tier, tenant id, Unix time) -> the price that applies then."""
 
 
 @dataclass(frozen=True, slots=True)

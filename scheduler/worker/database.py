@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from scheduler import config
 from scheduler.models import Deployment, DeploymentStatus
 from scheduler.worker.configuration import Configuration, DeploymentSpec
-from tenants.pricing import PriceBook
+from tenants.pricing import PriceBook, TokenPrice
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ def load_configuration(pools: Collection[str]) -> Configuration:
     document = config.current()
     book = PriceBook.load()
 
-    def price(model: str, tier: str, tenant: str, at: float) -> int | None:
+    def price(model: str, tier: str, tenant: str, at: float) -> TokenPrice | None:
         found = book.find(model, tier, tenant, datetime.fromtimestamp(at, UTC))
-        return None if found is None else found.pk
+        return None if found is None else TokenPrice.of(found)
 
     return Configuration(
         tiers=document.tier_specs(),

@@ -149,8 +149,9 @@ class Endings:
             dispatched_at=flight.unix(flight.dispatched),
             batch_id=dispatch.batch_id,
             policy_version=flight.policy_version,
-            price=flight.price,
+            price=None if flight.price is None else flight.price.id,
             limits=tuple(LimitCharge(one.scope, one.owner, one.model, one.kind, one.value) for one in flight.limits),
+            leased=flight.leased,
             epoch=self._epoch,
         )
 
@@ -171,7 +172,8 @@ class Endings:
         pool = flight.pool
         assert pool is not None
         pool.ended(flight, reason, now)
-        self._admission.settle(flight.id, flight.prompt_tokens + flight.tokens, now)
+        money = 0 if flight.price is None else flight.price.charge(flight.prompt_tokens, cached, flight.tokens)
+        self._admission.settle(flight.id, flight.prompt_tokens + flight.tokens, now, money)
         ending = Ending(
             intent=self.intent(flight),
             status=status,

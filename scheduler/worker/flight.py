@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from scheduler.core.budgets import AccountKey, Spending
 from scheduler.core.types import Dispatch, Limit, Reason, StepReport, TierSpec
 from scheduler.engines.base import Rendered
 from scheduler.wire.messages import Submit
 from scheduler.worker.journal import Progress
+from tenants.pricing import TokenPrice
 
 if TYPE_CHECKING:
     from scheduler.worker.outbox import Session
@@ -73,6 +75,9 @@ class Flight:
     deadline: float | None = None  # instant of the contract point; None until the request is queued
     rendered: Rendered | None = None
     max_tokens: int = 0
+    price: TokenPrice | None = None  # the one in force when it arrived
+    spending: Spending = field(default_factory=Spending)  # the most it may cost, and who pays
+    leased: tuple[AccountKey, ...] = ()  # accounts that pay from a lease
     task: asyncio.Task[None] | None = None  # what to cancel: the intake's, then the run's
     # from dispatch on
     dispatch: Dispatch | None = None  # the first one: its batch is the request's
@@ -80,7 +85,6 @@ class Flight:
     engine_priority: int = 0  # of the present run
     serial: int = 0  # of its intent; 0 = none
     policy_version: int = 0
-    price: int | None = None
     steps_before: StepTally = field(default_factory=StepTally)
     stop_reason: Reason | None = None  # why the present run was told to stop
     tokens: int = 0

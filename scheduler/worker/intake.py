@@ -1,26 +1,29 @@
 """From Submit to the queue: one task per request, so that rendering one prompt never delays another.
 
-The order of `_take` is that of the life of a request (`docs/architecture.md`, lines 3 to 5). Between the end of
-rendering and the answer nothing is awaited: a cancellation either comes before (nothing is held yet) or finds the
-flight queued.
+The order of `_take` is that of the life of a request (`docs/architecture.md`, lines 3 to 5). From the reservation to
+the answer nothing is awaited: a cancellation either comes before (nothing is held yet) or finds the flight queued.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import structlog
 
 from scheduler.core.types import Limit, Reason, Refusal, Request, TierSpec
-from scheduler.engines.base import ChatPrompt, EngineDeadError, PromptError, PromptTooLongError, Rendered
+from scheduler.engines.base import ChatPrompt, Engine, EngineDeadError, PromptError, PromptTooLongError, Rendered
 from scheduler.wire import messages
 from scheduler.worker.flight import Flight, Phase
+from scheduler.worker.leases import LeaseError, Leases
 from scheduler.worker.outbox import Session
 from scheduler.worker.pool import Pool
 from scheduler.worker.runs import is_resumable, sampling_of
 from scheduler.worker.services import Services
+from scheduler.worker.spending import budgets_of, spending_of
 from scheduler.worker.work import spool_refusal
+from tenants.periods import Calendar
 
 log = structlog.get_logger(__name__)
 
@@ -29,6 +32,7 @@ DEFAULT_QUEUE_TIMEOUT = 60.0  # seconds
 ABSURD_CHARS_PER_TOKEN = 64
 ABSURD_CHARS_MINIMUM = 65_536
 RETRY_LEASE = 5.0  # seconds
+RETRY_BUDGET = 5.0  # seconds
 
 
 class RefusedError(Exception):
@@ -43,7 +47,7 @@ class RefusedError(Exception):
 class Intake:
     """Takes requests in, and takes them back. `lease_admits`: this process still owns its pools.
 
-    `refresh` loads the configuration anew."""
+    `refresh` loads the configuration anew; `leases` are those of budgets."""
 
     def __init__(
         self,
@@ -51,12 +55,15 @@ class Intake:
         pools: Mapping[str, Pool],
         lease_admits: Callable[[], bool],
         refresh: Callable[[], Awaitable[None]],
+        leases: Leases,
     ) -> None:
         self._services = services
         self._pools = pools
         self._lease_admits = lease_admits
         self._refresh = refresh
-        self._rendering: dict[str, int] = {}  # by tier: counts against the bound of the queue
+        self._leases = leases
+        self._calendar = Calendar()
+        self._on_their_way: dict[str, int] = {}  # by tier: counts against the bound of the queue
         self._tasks: set[asyncio.Task[None]] = set()
         self.closed: Refusal | None = None  # why nothing is taken in at all
 
@@ -121,6 +128,8 @@ class Intake:
         self._check_early(flight, pool, tier)
         flight.rendered = await self._render(flight, pool, tier)
         flight.max_tokens = self._output_bound(flight, tier, flight.rendered)
+        self._price(flight, pool)
+        await self._cover(flight, pool, tier)
         request = self._request(flight, pool, tier)
         self._reserve(flight, request)
         self._enqueue(flight, pool, request)
@@ -159,7 +168,7 @@ class Intake:
         assert pool.planner is not None and pool.limits is not None
         now = self._services.clock.now()
         snapshot = pool.planner.snapshot(now).tiers.get(tier.name)
-        waiting = (snapshot.waiting if snapshot is not None else 0) + self._rendering.get(tier.name, 0)
+        waiting = (snapshot.waiting if snapshot is not None else 0) + self._on_their_way.get(tier.name, 0)
         if waiting >= tier.queue_max_length:
             raise RefusedError(Refusal(Reason.QUEUE_FULL, f"{waiting} requests of this tier are waiting.", 1.0))
         chars = sum(_chars(message.get("content")) for message in flight.submit.messages)
@@ -175,9 +184,9 @@ class Intake:
         submit, engine = flight.submit, pool.engine
         assert engine is not None  # it is ready
         sampling = sampling_of(submit, submit.sampling.max_tokens)
-        self._rendering[tier.name] = self._rendering.get(tier.name, 0) + 1
         try:
-            rendered = await engine.render(ChatPrompt(tuple(submit.messages), submit.simulate), sampling)
+            with self._on_its_way(tier):
+                rendered = await engine.render(ChatPrompt(tuple(submit.messages), submit.simulate), sampling)
         except PromptTooLongError as error:
             raise RefusedError(Refusal(Reason.CONTEXT_LENGTH, str(error)), error.param) from error
         except PromptError as error:
@@ -186,11 +195,7 @@ class Intake:
             pool.died(error)
             message = f"The model {pool.model} is being restarted."
             raise RefusedError(Refusal(Reason.ENGINE_NOT_READY, message, 5.0)) from error
-        finally:
-            self._rendering[tier.name] -= 1
-        self._check_open(pool)
-        if pool.engine is not engine:  # it was replaced meanwhile, and a rendered prompt belongs to its engine
-            raise RefusedError(Refusal(Reason.ENGINE_NOT_READY, f"The model {pool.model} was restarted.", 1.0))
+        self._check_still(pool, engine)
         return rendered
 
     def _output_bound(self, flight: Flight, tier: TierSpec, rendered: Rendered) -> int:
@@ -205,6 +210,28 @@ class Intake:
             message = f"max_tokens is {asked}; the tier {tier.name!r} allows at most {tier.max_tokens}."
             raise RefusedError(Refusal(Reason.LIMIT_TOO_LARGE, message), "max_tokens")
         return min(rendered.room, tier.max_tokens) if asked is None else asked
+
+    def _price(self, flight: Flight, pool: Pool) -> None:
+        """What it may cost at most, at the price of its arrival, and the budgets that pay for it."""
+        caller, at = flight.submit.caller, flight.arrived_at
+        flight.price = self._services.configuration.price(pool.model, caller.tier, caller.tenant, at)
+        budgets = budgets_of(caller, pool.model, at, self._calendar)
+        spending = spending_of(budgets, flight.price, flight.prompt_tokens, flight.max_tokens, at)
+        if isinstance(spending, Refusal):
+            raise RefusedError(spending, "model")
+        flight.spending = spending
+
+    async def _cover(self, flight: Flight, pool: Pool, tier: TierSpec) -> None:
+        """Get a lease of what this process has not got of its budgets; hardly ever is anything to be waited for."""
+        engine, now = pool.engine, self._services.clock.now()
+        if not self._services.admission.budgets.short(flight.spending, now):
+            return
+        try:
+            with self._on_its_way(tier):
+                await self._leases.cover(flight.spending)
+        except LeaseError as error:
+            raise RefusedError(Refusal(Reason.BUDGET_UNAVAILABLE, str(error), RETRY_BUDGET)) from error
+        self._check_still(pool, engine)
 
     def _request(self, flight: Flight, pool: Pool, tier: TierSpec) -> Request:
         submit = flight.submit
@@ -227,10 +254,16 @@ class Intake:
 
     def _reserve(self, flight: Flight, request: Request) -> None:
         refusal = self._services.admission.reserve(
-            flight.id, flight.limits, flight.submit.model, request.worst_case_tokens, self._services.clock.now()
+            flight.id,
+            flight.limits,
+            flight.submit.model,
+            request.worst_case_tokens,
+            self._services.clock.now(),
+            flight.spending,
         )
         if refusal is not None:
             raise RefusedError(refusal, "max_tokens" if refusal.reason is Reason.LIMIT_TOO_LARGE else None)
+        flight.leased = self._services.admission.leased(flight.id)
 
     def _enqueue(self, flight: Flight, pool: Pool, request: Request) -> None:
         refusal = pool.enqueue(flight, request, self._services.clock.now())
@@ -242,6 +275,21 @@ class Intake:
         limits = self._services.admission.headers(flight.limits, flight.submit.model, self._services.clock.now())
         answer = messages.Accepted(flight.id, flight.tier_name, flight.prompt_tokens, limits)
         self._services.outbox.put(flight.session, answer)
+
+    @contextmanager
+    def _on_its_way(self, tier: TierSpec) -> Iterator[None]:
+        """Something is waited for before the queue."""
+        self._on_their_way[tier.name] = self._on_their_way.get(tier.name, 0) + 1
+        try:
+            yield
+        finally:
+            self._on_their_way[tier.name] -= 1
+
+    def _check_still(self, pool: Pool, engine: Engine | None) -> None:
+        """After having waited: a rendered prompt belongs to its engine."""
+        self._check_open(pool)
+        if pool.engine is not engine:
+            raise RefusedError(Refusal(Reason.ENGINE_NOT_READY, f"The model {pool.model} was restarted.", 1.0))
 
     def _check_open(self, pool: Pool) -> None:
         refusal = self.closed or pool.unavailable()

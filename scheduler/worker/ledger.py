@@ -1,29 +1,41 @@
-"""From the spool to the database: endings become usage rows with their charge."""
+"""From the spool to the database: endings become usage rows with their charge, which accounts of budgets pay."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 
 from scheduler.worker.settlement import StoreError
 from scheduler.worker.spool import Ending
-from tenants import pricing
+from tenants import budgets, pricing
+from tenants.budgets import Charged
 from tenants.database import DatabaseAway, DatabaseThread
-from tenants.ledger import LedgerError, UsageRow, record_usage
+from tenants.ledger import LedgerError, Recorded, UsageRow, record_usage
 from tenants.models import Price
 
 
 class Ledger:
-    """The `Store` of a scheduler process: one thread, one connection."""
+    """The `Store` of a scheduler process: one thread, one connection. `on_charged` hears what accounts have paid."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: str, on_charged: Callable[[Charged], None]) -> None:
+        self._process = process
+        self._on_charged = on_charged
         self._thread = DatabaseThread("ledger")
 
     async def store(self, endings: Sequence[Ending]) -> list[int]:
         """See `settlement.Store`."""
         try:
-            return await self._thread.run(_store, endings)
+            refused, charged = await self._thread.run(_store, self._process, endings)
+        except DatabaseAway as error:
+            raise StoreError(f"the database is away ({type(error).__name__})") from error
+        self._on_charged(charged)
+        return refused
+
+    async def release(self, epoch: int) -> None:
+        """All usage of an epoch is in the ledger: what it had leased of budgets comes back. Raises StoreError."""
+        try:
+            await self._thread.run(budgets.release, self._process, epoch)
         except DatabaseAway as error:
             raise StoreError(f"the database is away ({type(error).__name__})") from error
 
@@ -31,23 +43,25 @@ class Ledger:
         await self._thread.aclose()
 
 
-def _store(endings: Sequence[Ending]) -> list[int]:
+def _store(process: str, endings: Sequence[Ending]) -> tuple[list[int], Charged]:
     """Write all; when the ledger does not take one of them, each for itself. Answers the positions not taken."""
     prices = Price.objects.in_bulk({ending.intent.price for ending in endings if ending.intent.price is not None})
     rows = [usage_row(ending, prices) for ending in endings]
-    try:
-        record_usage(rows)
-    except LedgerError:
-        return [position for position, row in enumerate(rows) if not _takes(row)]
-    return []
+    leased = {(one.intent.request_id, one.intent.attempt): one.intent.leased for one in endings if one.intent.leased}
 
+    def record(some: Sequence[UsageRow]) -> Recorded:
+        return record_usage(some, process=process, leased=leased)
 
-def _takes(row: UsageRow) -> bool:
     try:
-        record_usage([row])
+        return [], record(rows).charged
     except LedgerError:
-        return False
-    return True
+        charged, refused = Charged(), []
+        for position, row in enumerate(rows):
+            try:
+                charged.add(record([row]).charged)
+            except LedgerError:
+                refused.append(position)
+        return refused, charged
 
 
 def usage_row(ending: Ending, prices: Mapping[int, Price]) -> UsageRow:

@@ -46,6 +46,7 @@ class Metrics:
         self.events = counter(
             "scheduling_events", "Changes of policy, degradation level and batch cap", "model", "kind"
         )
+        self.budget_alerts = counter("budget_alerts", "Shares of budgets that were spent, told once a period", "scope")
         self.engine_deaths = counter("engine_deaths", "Engines that died or made no steps", "model")
         self.engine_queue_alarms = counter(
             "engine_queue_alarms",

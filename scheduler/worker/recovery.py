@@ -7,7 +7,7 @@ Requests of the last minute are counted again in the rate windows, so that a res
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import structlog
@@ -26,6 +26,9 @@ log = structlog.get_logger(__name__)
 WINDOW_SECONDS = 60.0
 RETRY_SECONDS = 5.0
 NOTHING = Progress(0, 0.0, 0.0)
+
+Release = Callable[[int], Awaitable[None]]
+"""Gives the leases of an epoch back. Raises StoreError when the database is away."""
 
 
 def close_books(folder: Path, process: str, epoch: int) -> tuple[list[EpochFiles], list[Ending]]:
@@ -57,20 +60,23 @@ def restore_windows(admission: Admission, endings: Sequence[Ending], wall: float
             admission.restore(limits, intent.model, tokens, now - (wall - intent.arrived_at), now)
 
 
-async def carry_and_delete(closed: Sequence[EpochFiles], store: Store, clock: Clock) -> None:
-    """Carry closed books to the database, however long it is away, and delete what has arrived there."""
+async def carry_and_delete(closed: Sequence[EpochFiles], store: Store, release: Release, clock: Clock) -> None:
+    """Carry closed books to the database, however long it is away, and delete what has arrived there.
+
+    Then the leases of budgets come back that their epoch had.
+    """
     waiting = list(closed)
     while waiting:
         still: list[EpochFiles] = []
         for files in waiting:
-            if not await _carry(files, store):
+            if not await _carry(files, store, release):
                 still.append(files)
         waiting = still
         if waiting:
             await clock.sleep(RETRY_SECONDS)
 
 
-async def _carry(files: EpochFiles, store: Store) -> bool:
+async def _carry(files: EpochFiles, store: Store, release: Release) -> bool:
     """False: try again later."""
     try:
         spool = await asyncio.to_thread(Spool, files.spool)
@@ -80,6 +86,8 @@ async def _carry(files: EpochFiles, store: Store) -> bool:
     try:
         await carry(spool, store)
         done = spool.is_done()
+        if done:
+            await release(files.epoch)
     except (StoreError, SpoolError) as error:
         log.warning("usage of an earlier epoch waits in its spool", spool=files.spool.name, error=str(error))
         return False

@@ -24,6 +24,7 @@ import structlog
 from scheduler import engine_processes, ownership
 from scheduler.clock import Clock, RealClock
 from scheduler.core.admission import Admission
+from scheduler.core.budgets import AccountKey
 from scheduler.core.trace import TraceRecorder
 from scheduler.core.types import Reason, Refusal
 from scheduler.dead_letters import RetryError
@@ -42,6 +43,7 @@ from scheduler.worker.files import EpochFiles
 from scheduler.worker.housekeeping import Lease, StatusBoard, watch_engine_processes
 from scheduler.worker.intake import Intake
 from scheduler.worker.journal import Journal
+from scheduler.worker.leases import Leases
 from scheduler.worker.ledger import Ledger
 from scheduler.worker.metrics import Metrics
 from scheduler.worker.outbox import Outbox
@@ -55,6 +57,7 @@ from scheduler.worker.spool import Spool
 from scheduler.worker.statistics import Statistics
 from scheduler.worker.telemetry import Telemetry
 from scheduler.worker.trace_document import trace_document
+from tenants.budgets import Charged
 from tenants.changes import Poller
 from tenants.database import DatabaseAway, DatabaseThread
 
@@ -102,7 +105,7 @@ class Runtime:
         self._transport = transport or SocketTransport()
         self._engine_factory = engine_factory
         self._database = DatabaseThread("scheduler")
-        self._ledger = Ledger()
+        self._ledger = Ledger(options.name, self._charged)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._pool_tasks: dict[str, asyncio.Task[None]] = {}
         self._pools_made = 0
@@ -183,7 +186,16 @@ class Runtime:
         )
 
     def _make_front(self) -> None:
-        self._intake = Intake(self.services, self.pools, self._lease.admits, self.refresh)
+        services = self.services
+        self._budget_leases = Leases(
+            self._options.name,
+            services.epoch,
+            services.admission.budgets,
+            self._clock,
+            self._wall,
+            services.statistics.budget_alert,
+        )
+        self._intake = Intake(services, self.pools, self._lease.admits, self.refresh, self._budget_leases)
         self._telemetry = Telemetry(self._options.name, self.services, self.pools, self._publish)
         self._answers: Mapping[str, Answerer] = {
             "queue_status": self._answer_queue_status,
@@ -197,7 +209,9 @@ class Runtime:
         options = self._options
         closed, endings = await asyncio.to_thread(close_books, options.spool_dir, options.name, epoch)
         restore_windows(self.services.admission, endings, self._wall(), self._clock.now())
-        self._spawn("recovery", carry_and_delete(closed, self._ledger.store, self._clock), ends=True)
+        self._spawn(
+            "recovery", carry_and_delete(closed, self._ledger.store, self._ledger.release, self._clock), ends=True
+        )
 
     async def _follow_configuration(self) -> None:
         self._poller = Poller(
@@ -209,6 +223,7 @@ class Runtime:
     def _start_tasks(self) -> None:
         self._spawn("lease", self._lease.run(), ends=True)
         self._spawn("settlement", self.services.settlement.run())
+        self._spawn("budgets", self._budget_leases.run())
         self._spawn("status", self._board.run())
         self._spawn("telemetry", self._telemetry.run())
         self._spawn("dead-letters", self.services.dead_letters.run())
@@ -297,6 +312,13 @@ class Runtime:
     def _info(self) -> dict[str, Any]:
         return {"epoch": self.services.epoch, "models": self._models()}
 
+    def _charged(self, charged: Charged) -> None:
+        """The ledger has taken usage: what soft budgets have spent, and levels that were passed."""
+        for key, spent in charged.spent.items():
+            self.services.admission.budgets.charged(AccountKey(*key), spent)
+        for alert in charged.alerts:
+            self.services.statistics.budget_alert(alert)
+
     # --- stop -------------------------------------------------------------------------------------------------------
 
     async def stop(self) -> None:
@@ -311,6 +333,8 @@ class Runtime:
         for name in list(self._tasks):
             await self._cancel(name)
         await first(self.services.settlement.drain(), self._clock.sleep(LAST_DRAIN_SECONDS))
+        if self.services.settlement.is_done():
+            await self._budget_leases.release()
         await self._board.write()
         await self.services.dead_letters.write()
         self.services.outbox.flush()
@@ -329,6 +353,7 @@ class Runtime:
             log.warning("lease cannot be released; it ends by itself", error=type(error).__name__)
         await self._database.aclose()
         await self._ledger.aclose()
+        await self._budget_leases.aclose()
         await asyncio.to_thread(engine_processes.record, options.run_dir, options.name, [])
         if self._lock is not None:
             os.close(self._lock)

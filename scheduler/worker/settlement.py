@@ -109,6 +109,13 @@ class Settlement:
             return False
         return True
 
+    def is_done(self) -> bool:
+        """Everything that was dispatched has ended and is in the database."""
+        try:
+            return not self._running and not self._ended and self._spool.is_done()
+        except SpoolError:
+            return False
+
     def close(self) -> None:
         """Commit what is left and close the files."""
         self.commit()

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from scheduler.core.budgets import AccountKey
+
 _WAITING, _STORED, _SET_ASIDE = 0, 1, 2  # values of usage.stored
 
 _SCHEMA = """
@@ -61,6 +63,7 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int
     price: int | None
     limits: tuple[LimitCharge, ...]
+    leased: tuple[AccountKey, ...] = ()  # accounts of budgets that pay from a lease
     epoch: int
 
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 import structlog
 from prometheus_client import Counter
 
+from scheduler.core.budgets import show
 from scheduler.core.types import Reason, StepReport
 from scheduler.worker.flight import Flight, sequences_in
 from scheduler.worker.metrics import Metrics
+from tenants.budgets import Alert
 
 log = structlog.get_logger(__name__)
 
@@ -164,6 +166,12 @@ class Statistics:
         self.events.append(Event(now, model, kind, text))
         self.metrics.events.labels(model, kind).inc()
         log.warning("scheduling", model=model, kind=kind, what=text)
+
+    def budget_alert(self, alert: Alert) -> None:
+        """A level of a budget has been passed: once in a period, also over restarts."""
+        self.metrics.budget_alerts.labels(alert.scope).inc()
+        spent, limit = show(alert.spent, alert.unit), show(alert.limit, alert.unit)
+        log.warning("budget", level=alert.level, spent=spent, limit=limit, account=alert.account)
 
     def step(self, model: str, report: StepReport, now: float) -> None:
         self.engines[model].step(report, now)

@@ -227,7 +227,6 @@ class Work:
 
     def _prepare(self, dispatch: Dispatch, mates: int, now: float) -> Flight:
         flight = self.flights[dispatch.request.id]
-        caller, configuration = flight.submit.caller, self._services.configuration
         self._services.traces.dispatched(flight.id, str(dispatch.reason), dispatch.batch_id, mates, now)
         flight.phase = Phase.RUNNING
         flight.engine_priority = dispatch.engine_priority
@@ -238,8 +237,7 @@ class Work:
             flight.dispatched = now
             flight.max_tokens = dispatch.request.max_tokens  # a degraded service may give less than was asked
             flight.steps_before = self.tally.copy()
-            flight.policy_version = configuration.policy.version
-            flight.price = configuration.price(self._model, caller.tier, caller.tenant, flight.arrived_at)
+            flight.policy_version = self._services.configuration.policy.version
         return flight
 
     def _dispatch(self, flights: Sequence[Flight], now: float) -> None:

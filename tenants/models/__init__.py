@@ -3,6 +3,7 @@
 from .api_key import ApiKey, Scope
 from .append_only import AppendOnlyError
 from .audit import AuditEvent
+from .budget import BudgetAccount, BudgetAlert, BudgetLease
 from .change import Change, Configured, ProcessHeartbeat
 from .limit import Limit
 from .price import Price
@@ -14,6 +15,9 @@ __all__ = [
     "ApiKey",
     "AppendOnlyError",
     "AuditEvent",
+    "BudgetAccount",
+    "BudgetAlert",
+    "BudgetLease",
     "Change",
     "Configured",
     "Limit",

@@ -9,7 +9,6 @@ from django.core.exceptions import ValidationError
 from django.db import models
 
 DECIMALS = 10
-UNIT = Decimal(1).scaleb(-DECIMALS)
 
 if TYPE_CHECKING:
     _MoneyBase = models.BigIntegerField[Decimal | None, Decimal | None]

@@ -143,6 +143,31 @@ def test_null_removes_a_limit_and_absent_a_budget(example: Result) -> None:
     assert result.removed == ["limit tenant acme tpm", "limit tenant acme budget per day in tokens"]
 
 
+def test_fr_018_what_is_read_back_is_what_was_sent_and_unset_is_not_zero(example: Result) -> None:
+    run(
+        """tenants: [{slug: acme, keys: [
+          {name: unset},
+          {name: zero, limits: {budgets: [{period: total, amount: "0"}, {period: day, tokens: 0}]}},
+          {name: little, limits: {budgets: [{period: month, amount: "0.0005"}]}}]}]"""
+    )
+    kept = {
+        name: [(one.period, one.value, one.amount) for one in Limit.objects.filter(key__name=name).order_by("id")]
+        for name in ("unset", "zero", "little")
+    }
+    assert kept == {
+        "unset": [],
+        "zero": [("total", None, Decimal(0)), ("day", 0, None)],
+        "little": [("month", None, Decimal("0.0005"))],
+    }
+
+
+def test_a_budget_may_be_of_one_model(example: Result) -> None:
+    text = """tenants: [{slug: acme, limits: {models: {demo: {budgets: [{period: day, tokens: 7}]}}}}]"""
+    run(text)
+    assert Limit.objects.get(model="demo", kind="budget").value == 7
+    assert not run(text).did_anything
+
+
 def test_a_budget_changes_in_place(example: Result) -> None:
     run("""tenants: [{slug: acme, limits: {budgets: [{period: month, amount: "250.50", hard: false}]}}]""")
     budget = Limit.objects.get(kind="budget", period="month")
@@ -227,7 +252,11 @@ def test_a_mistake_anywhere_leaves_nothing_behind() -> None:
         (key_of("{name: a, expires_at: 2030-01-01T00:00:00}"), "tenants[0].keys[0].expires_at"),
         (budget('{period: day}'), "tenants[0].limits.budgets[0]"),
         (budget('{period: day, amount: 1.5}'), "tenants[0].limits.budgets[0].amount"),
-        (budget('{period: day, amount: "0"}'), "tenants[0].limits.budgets[0].amount"),
+        (budget('{period: day, amount: "922337204"}'), "tenants[0].limits.budgets[0].amount"),
+        (budget('{period: day, bugdet: 5}'), "tenants[0].limits.budgets[0].bugdet"),
+        (budget('{period: day, tokens: 1}, {period: day, tokens: 2}'), "tenants[0].limits.budgets[1]"),
+        ('''tenants: [{slug: acme, limits: {models: {demo: {budgets: [{period: era}]}}}}]''',
+         "tenants[0].limits.models.demo.budgets[0].period"),
         (budget('{period: year, tokens: 1}'), "tenants[0].limits.budgets[0].period"),
         (budget('{period: day, amount: "1", currency: usd}'), "tenants[0].limits.budgets[0].currency"),
         ("tiers: [{name: vip, weight: .nan}]", "tiers[0].weight"),

@@ -46,14 +46,14 @@ def rows(count: int) -> list[UsageRow]:
 
 
 def test_a_row_comes_back_as_it_was_given() -> None:
-    assert record_usage([ROW]) == 1
+    assert record_usage([ROW]).rows == 1
     (kept,) = UsageRecord.objects.all()
     assert all(getattr(kept, name) == getattr(ROW, name) for name in UsageRow.__slots__)
 
 
 def test_handing_in_twice_counts_once() -> None:
-    assert record_usage(rows(3)) == 3
-    assert record_usage(rows(5)) == 2
+    assert record_usage(rows(3)).rows == 3
+    assert record_usage(rows(5)).rows == 2
     assert UsageRecord.objects.count() == 5
 
 
@@ -64,12 +64,12 @@ def test_the_first_row_of_an_attempt_stands() -> None:
 
 
 def test_attempts_of_a_request_are_rows_of_their_own() -> None:
-    assert record_usage([ROW, replace(ROW, attempt=2, charge=Decimal(0))]) == 2
+    assert record_usage([ROW, replace(ROW, attempt=2, charge=Decimal(0))]).rows == 2
 
 
 def test_more_rows_than_a_chunk_are_all_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "CHUNK", 2)
-    assert record_usage(rows(5)) == 5 and UsageRecord.objects.count() == 5
+    assert record_usage(rows(5)).rows == 5 and UsageRecord.objects.count() == 5
 
 
 def test_sums_of_charges_are_exact() -> None:

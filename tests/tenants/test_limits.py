@@ -7,7 +7,7 @@ from decimal import Decimal
 import pytest
 from django.db import IntegrityError, transaction
 
-from tenants.limits import effective_limits
+from tenants.limits import effective_budgets, effective_limits
 from tenants.models import ApiKey, Limit, Tenant
 
 from .conftest import issue
@@ -43,9 +43,44 @@ def test_a_keys_limits_come_on_top_and_are_counted_apart(acme: Tenant) -> None:
     assert found(acme, key) == {("tenant", "", "rpm", 600), ("key", "", "rpm", 60)}
 
 
+def budgets_of(tenant: Tenant, key: ApiKey) -> list[tuple[str, str, str, str, int, bool]]:
+    budgets = effective_budgets(tenant.tier, tenant, key)
+    return [(one.scope, one.model, one.unit, one.period, one.value, one.hard) for one in budgets]
+
+
 def test_budgets_are_not_rates(acme: Tenant) -> None:
     acme.limits.create(kind="budget", period="day", value=5)
-    assert found(acme, issue(acme).key) == set()
+    key = issue(acme).key
+    assert found(acme, key) == set()
+    assert budgets_of(acme, key) == [("tenant", "", "tokens", "day", 5, True)]
+
+
+def test_a_tiers_budget_is_a_default_until_the_tenant_has_one_of_that_model_period_and_unit(acme: Tenant) -> None:
+    acme.tier.limits.create(kind="budget", period="day", value=5)
+    acme.tier.limits.create(kind="budget", period="month", amount="10", currency="USD")
+    acme.limits.create(kind="budget", period="day", value=9, hard=False)
+    acme.limits.create(kind="budget", period="day", amount="1", currency="EUR")
+    key = issue(acme).key
+    key.limits.create(kind="budget", period="total", amount="0.0005", currency="USD", model="demo")
+    assert budgets_of(acme, key) == [
+        ("tenant", "", "tokens", "day", 9, False),
+        ("tenant", "", "EUR", "day", 10**10, True),
+        ("tenant", "", "USD", "month", 10**11, True),
+        ("key", "demo", "USD", "total", 5 * 10**6, True),
+    ]
+
+
+def test_a_budget_follows_the_time_zone_of_its_tenant_and_keeps_its_alerts(acme: Tenant) -> None:
+    acme.timezone = "Asia/Tokyo"
+    acme.limits.create(kind="budget", period="month", value=5, alerts=[0.8, 0.95])
+    (budget,) = effective_budgets(acme.tier, acme, issue(acme).key)
+    assert (budget.zone, budget.alerts) == ("Asia/Tokyo", (0.8, 0.95))
+
+
+def test_a_budget_of_nothing_is_a_budget(acme: Tenant) -> None:
+    acme.limits.create(kind="budget", period="day", value=0)
+    acme.limits.create(kind="budget", period="month", amount="0", currency="USD")
+    assert [one.value for one in effective_budgets(acme.tier, acme, issue(acme).key)] == [0, 0]
 
 
 def test_another_tenants_limits_do_not_apply(acme: Tenant, globex: Tenant) -> None:
@@ -55,7 +90,7 @@ def test_another_tenants_limits_do_not_apply(acme: Tenant, globex: Tenant) -> No
 
 
 def test_a_budget_is_kept_to_the_last_digit(acme: Tenant) -> None:
-    amount = Decimal("99999999999.9999")
+    amount = Decimal("922337202.9999")
     limit = acme.limits.create(kind="budget", period="month", amount=amount, currency="USD", alerts=[0.8, 0.95])
     limit.refresh_from_db()
     assert (limit.amount, limit.alerts) == (amount, [0.8, 0.95])

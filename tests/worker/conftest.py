@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from scheduler.clock import ManualClock
-from scheduler.gateway import Caller, Event, Gateway, LimitSpec, SamplingSpec, Submit
+from scheduler.gateway import BudgetSpec, Caller, Event, Gateway, LimitSpec, SamplingSpec, Submit
 from scheduler.models import Deployment
 from scheduler.wire.memory import MemoryTransport
 from scheduler.worker.runtime import Options, Runtime
@@ -40,12 +40,13 @@ class Product:
     def submit(self, *, words: int = 3, max_tokens: int | None = 4, tier: str = "vip", **changes: Any) -> Answer:
         """Send a request and collect its events in the background."""
         self._ids += 1
-        limits = changes.pop("limits", ())
+        limits, budgets = changes.pop("limits", ()), changes.pop("budgets", ())
+        key, version = changes.pop("key", "7"), changes.pop("version", 1)
         fields: dict[str, Any] = {
             "id": f"req-{self._ids}",
             "attempt": 1,
             "age": 0.0,
-            "caller": Caller("1", "acme", "7", tier, tuple(limits), 0, "prod"),
+            "caller": Caller("1", "acme", key, tier, tuple(limits), version, "prod", tuple(budgets)),
             "model": "demo",
             "messages": ({"role": "user", "content": " ".join(["word"] * words)},),
             "sampling": SamplingSpec(max_tokens=max_tokens),
@@ -143,6 +144,21 @@ class Answer:
 
 def limit(kind: str, value: int, *, scope: str = "key", owner: str = "7") -> LimitSpec:
     return LimitSpec(scope, owner, "", kind, value)
+
+
+def budget(value: int, **changes: Any) -> BudgetSpec:
+    """A hard budget of tokens of the whole tenant, for a day in UTC."""
+    fields: dict[str, Any] = {
+        "scope": "tenant",
+        "owner": "1",
+        "model": "",
+        "unit": "tokens",
+        "period": "day",
+        "zone": "UTC",
+        "value": value,
+        "hard": True,
+    }
+    return BudgetSpec(**(fields | changes))
 
 
 @pytest.fixture

@@ -87,6 +87,7 @@ class Database:
 
     def __init__(self) -> None:
         self.rows: list[Ending] = []
+        self.released: list[int] = []  # epochs
         self.away = False
         self.refuses: set[str] = set()
 
@@ -96,6 +97,11 @@ class Database:
         refused = [place for place, one in enumerate(endings) if one.intent.request_id in self.refuses]
         self.rows += [one for place, one in enumerate(endings) if place not in refused]
         return refused
+
+    async def release(self, epoch: int) -> None:
+        if self.away:
+            raise StoreError("away")
+        self.released.append(epoch)
 
 
 @pytest.fixture

@@ -74,17 +74,17 @@ async def test_files_are_deleted_only_when_everything_is_in_the_database(tmp_pat
     files, database, clock = crashed(tmp_path), Database(), ManualClock()
     database.away = True
     closed, _ = close_books(tmp_path, "scheduler", epoch=2)
-    carrying = asyncio.create_task(carry_and_delete(closed, database.store, clock))
+    carrying = asyncio.create_task(carry_and_delete(closed, database.store, database.release, clock))
     for _ in range(3):
         await asyncio.sleep(0.01)
         await clock.advance(10.0)
-    assert files.spool.exists() and files.journal.exists()
+    assert files.spool.exists() and files.journal.exists() and database.released == []
     database.away = False
     async with asyncio.timeout(10):
         while not carrying.done():
             await clock.advance(10.0)
             await asyncio.sleep(0.001)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and database.released == [1]
     assert sorted(one.intent.request_id for one in database.rows) == ["req-1", "req-2", "req-3"]
 
 
@@ -92,8 +92,8 @@ async def test_a_spool_with_a_row_that_the_ledger_refuses_is_kept(tmp_path):
     files, database = crashed(tmp_path), Database()
     database.refuses = {"req-2"}
     closed, _ = close_books(tmp_path, "scheduler", epoch=2)
-    await carry_and_delete(closed, database.store, ManualClock())
-    assert files.spool.exists()
+    await carry_and_delete(closed, database.store, database.release, ManualClock())
+    assert files.spool.exists() and database.released == []
     assert sorted(one.intent.request_id for one in database.rows) == ["req-1", "req-3"]
 
 
