@@ -261,8 +261,8 @@ class StepReport:
     decode_context: int = 0  # KV tokens of the decoding sequences
     steps: int = 1  # a replay reports a run of like steps as one
     padded_tokens: int = 0  # computed for nothing: padding, and rows of a static batch that have ended
-
     shaper_failure: str | None = None  # why the engine does without its step shaper from now on
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

@@ -53,8 +53,8 @@ class Metrics:
             "Times that an engine's own queue did not empty, so that nothing was dispatched",
             "model",
         )
-        self._waiting = gauge("waiting_requests", "Requests in the queue", "tier")
         self.shaper_failures = counter("step_shaper_failures", "Step shapers that failed and are off", "model")
+        self._waiting = gauge("waiting_requests", "Requests in the queue", "tier")
         self._oldest = gauge("oldest_wait_seconds", "Age of the oldest request in the queue", "tier")
         self._running = gauge("running_requests", "Requests in an engine", "tier")
         self._kv = gauge("kv_usage_ratio", "Part of an engine's KV pool that is in use", "model")
