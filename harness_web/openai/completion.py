@@ -8,7 +8,7 @@ import msgspec
 
 from harness_web.openai.errors import ApiError, unknown_model
 from harness_web.openai.exchange import Exchange
-from harness_web.openai.headers import rate_limits
+from harness_web.openai.headers import Header, disclosure, rate_limits
 from harness_web.openai.schema import ChatRequest
 from scheduler.gateway import Accepted, Delta, Done, Event, Failed, Refused
 
@@ -85,10 +85,15 @@ def refusal(refused: Refused, model: str) -> ApiError:
     """A refusal as the caller sees it; `model` is the name that was asked for."""
     if refused.reason == "model_not_served":
         return unknown_model(model)
-    limits = tuple(rate_limits(refused.limits))
+    headers = (*rate_limits(refused.limits), *disclosure(refused.degradation))
     return ApiError(
-        refused.reason, refused.message, param=refused.param, retry_after=refused.retry_after, headers=limits
+        refused.reason, refused.message, param=refused.param, retry_after=refused.retry_after, headers=headers
     )
+
+
+def acceptance(accepted: Accepted) -> tuple[Header, ...]:
+    """The headers of an answer, as they are known once the request is accepted."""
+    return (*rate_limits(accepted.limits), *disclosure(accepted.degradation))
 
 
 def failure(failed: Failed) -> ApiError:
@@ -102,7 +107,7 @@ class WholeAnswer:
         self._exchange = exchange
         self._model = chat.model
         self._created = int(time.time())
-        self._limits: dict[str, float] = {}
+        self._headers: tuple[Header, ...] = ()
         self._texts: list[str] = []
 
     async def take(self, event: Event) -> None:
@@ -111,10 +116,10 @@ class WholeAnswer:
             case Delta():
                 self._texts.append(event.text)
             case Accepted():
-                self._limits = event.limits
+                self._headers = acceptance(event)
             case Done():
                 body = msgspec.json.encode(self._completion(event))
-                await self._exchange.respond(200, body, headers=rate_limits(self._limits))
+                await self._exchange.respond(200, body, headers=self._headers)
             case Refused():
                 raise refusal(event, self._model)
             case Failed():

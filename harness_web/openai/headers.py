@@ -1,4 +1,4 @@
-"""Response headers that OpenAI clients read: identity, rate limits, retry advice."""
+"""Response headers that OpenAI clients read (identity, rate limits, retry advice), and one of our own."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ def rate_limits(limits: Mapping[str, float]) -> Iterator[Header]:
     for name, value in limits.items():
         text = duration(value) if name.startswith("reset-") else str(max(math.floor(value), 0))
         yield b"x-ratelimit-" + name.encode(), text.encode()
+
+
+def disclosure(level: int) -> Iterator[Header]:
+    """`x-harness-degradation` while the service gives something up; without the header it does not."""
+    if level:
+        yield b"x-harness-degradation", str(level).encode()
 
 
 def retry_advice(retry: bool, seconds: float) -> Iterator[Header]:

@@ -21,6 +21,7 @@ import msgspec
 from harness_web.openai.completion import (
     BatchInfo,
     Usage,
+    acceptance,
     batch_info_of,
     completion_id,
     failure,
@@ -28,7 +29,7 @@ from harness_web.openai.completion import (
     usage_of,
 )
 from harness_web.openai.exchange import Exchange
-from harness_web.openai.headers import rate_limits
+from harness_web.openai.headers import Header
 from harness_web.openai.schema import ChatRequest
 from scheduler.gateway import Accepted, Delta, Done, Event, Failed, Refused
 
@@ -118,7 +119,7 @@ class StreamedAnswer:
         self._chunks = Chunks(completion_id(exchange), int(time.time()), chat.model, include_usage=chat.include_usage)
         self._model = chat.model
         self._silence = silence
-        self._limits: dict[str, float] = {}
+        self._headers: tuple[Header, ...] = ()
         self._begun = False
         self._role_sent = False
         self._writing = asyncio.Lock()  # the answer and the comments share a connection
@@ -133,7 +134,7 @@ class StreamedAnswer:
             case Done():
                 await self._write(self._texts(event.text) + self._chunks.end(event), more=False)
             case Accepted():
-                self._limits = event.limits
+                self._headers = acceptance(event)
             case Refused():
                 raise refusal(event, self._model)
             case Failed():
@@ -165,7 +166,7 @@ class StreamedAnswer:
         async with self._writing:
             if not self._begun:
                 self._begun = True
-                await self._exchange.begin_stream(rate_limits(self._limits))
+                await self._exchange.begin_stream(self._headers)
             if data:
                 await self._exchange.write(data, more=more)
             self._written_at = self._loop.time()

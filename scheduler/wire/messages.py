@@ -118,12 +118,16 @@ class Cancel(Message, tag=4):
 
 
 class Accepted(Message, tag=5):
-    """The request is in the queue. `limits`: counters after its reservation, for the x-ratelimit headers."""
+    """The request is in the queue.
+
+    `limits`: counters after its reservation, for the x-ratelimit headers. `degradation`: level of its pool, 0 to 4.
+    """
 
     id: str
     tier: str  # the tier it runs as
     prompt_tokens: int
     limits: dict[str, float] = {}  # e.g. {"limit-requests": 600, "remaining-requests": 599, "reset-requests": 1.0}
+    degradation: int = 0
 
 
 class Refused(Message, tag=6):
@@ -135,6 +139,7 @@ class Refused(Message, tag=6):
     param: str | None = None
     retry_after: float | None = None
     limits: dict[str, float] = {}
+    degradation: int = 0
 
 
 class Delta(Message, tag=7):

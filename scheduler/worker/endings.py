@@ -58,7 +58,9 @@ class Endings:
         now = self._clock.now()
         self._admission.release(flight.id, now)
         limits = self._admission.headers(flight.limits, flight.submit.model, now)
-        answer = messages.Refused(flight.id, str(refusal.reason), refusal.message, param, refusal.retry_after, limits)
+        answer = messages.Refused(
+            flight.id, str(refusal.reason), refusal.message, param, refusal.retry_after, limits, flight.degradation
+        )
         self._leave(flight, answer)
         attained = False if refusal.reason in OUR_REASONS else None
         self._statistics.refused(flight, refusal.reason, attained, now)

@@ -115,6 +115,12 @@ class Flight:
         return self.rendered.prompt_tokens if self.rendered is not None else 0
 
     @property
+    def degradation(self) -> int:
+        """Level of its pool, 0 to 4: callers are told of it."""
+        planner = None if self.pool is None else self.pool.planner
+        return 0 if planner is None else planner.books.level
+
+    @property
     def run_tokens(self) -> int:
         """What the present run has delivered."""
         return self.tokens - self.tokens_before

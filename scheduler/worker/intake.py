@@ -273,7 +273,7 @@ class Intake:
 
     def _accept(self, flight: Flight) -> None:
         limits = self._services.admission.headers(flight.limits, flight.submit.model, self._services.clock.now())
-        answer = messages.Accepted(flight.id, flight.tier_name, flight.prompt_tokens, limits)
+        answer = messages.Accepted(flight.id, flight.tier_name, flight.prompt_tokens, limits, flight.degradation)
         self._services.outbox.put(flight.session, answer)
 
     @contextmanager

@@ -11,8 +11,8 @@ import pytest
 
 from harness_web.openai import exchange, sse
 from harness_web.openai.errors import ApiError
-from scheduler.wire.messages import Delta, LimitSpec
-from tests.web.cast import LIMITS, Stage, accepted, done, fails_after, refuses, until, words
+from scheduler.wire.messages import Accepted, Delta, LimitSpec, Refused, Submit
+from tests.web.cast import LIMITS, Scheduler, Stage, accepted, done, fails_after, refuses, until, words
 
 BATCH = {"batch_id": "b1", "batch_size": 1.5, "wait_time": 0.01, "compute_time": 0.2}
 USAGE = {
@@ -79,6 +79,22 @@ async def test_every_answer_carries_identity_and_limits(stage: Stage) -> None:
         assert headers["openai-processing-ms"].isdigit()
         assert headers["x-ratelimit-limit-requests"] == str(int(LIMITS["limit-requests"]))
         assert headers["x-ratelimit-reset-requests"] == "100ms"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_degraded_service_says_so_in_its_answers_and_refusals(stage: Stage, stream: bool) -> None:
+    def degraded(scheduler: Scheduler, submit: Submit) -> None:
+        if len(scheduler.submits) == 1:
+            scheduler.say(Accepted(submit.id, "vip", 3, {}, 2), done(submit.id))
+        else:
+            scheduler.say(Refused(submit.id, "degraded", "Better tiers go first.", degradation=2))
+
+    stage.scheduler.script = degraded
+    for status in (200, 503):
+        reply = await stage.chat(stream=stream)
+        assert (reply.status, reply.headers["x-harness-degradation"]) == (status, "2")
+    stage.scheduler.script = words("x")
+    assert "x-harness-degradation" not in (await stage.chat(stream=stream)).headers
 
 
 async def test_request_ids_are_ours_and_never_the_callers(stage: Stage) -> None:

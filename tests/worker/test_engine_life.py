@@ -107,6 +107,7 @@ async def test_an_engine_that_makes_no_step_is_given_up_and_rebuilt(start):
         assert isinstance(after.last, Done)
         assert "made no step" in str(product.runtime._telemetry.snapshot().events[0].text)
         assert product.runtime._telemetry.snapshot().degradation_level == 4
+        assert after.events[0].degradation == 4, "callers are told"
 
 
 async def test_an_engine_that_rests_is_not_given_up(start):
