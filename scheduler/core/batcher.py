@@ -86,6 +86,14 @@ class Batcher:
     def running(self) -> list[InFlight]:
         return list(self._running.values())
 
+    def planned(self, lengths: Lengths) -> list[InFlight]:
+        """What runs, each with an expected length that is not old."""
+        flights = self.running()
+        for flight in flights:
+            if flight.tokens >= flight.recheck:  # here, because a call for each would be half of a decision's time
+                flight.remaining(lengths)
+        return flights
+
     def count(self, tier: str) -> int:
         """Running requests of a tier."""
         return self._per_tier[tier]
@@ -201,10 +209,7 @@ class Batcher:
 
     def _current_forecast(self, lengths: Lengths) -> Forecast:
         if self._forecast is None:
-            flights = [
-                (one.expected - one.tokens if one.tokens < one.recheck else one.remaining(lengths), one.blocks)
-                for one in self._running.values()
-            ]  # most need not be asked: a call for each of them would be half of the time of a decision
+            flights = [(one.expected - one.tokens, one.blocks) for one in self.planned(lengths)]
             self._forecast = Forecast(flights, self._capacity.block_size)
         for one in islice(self._running.values(), len(self._forecast), None):  # what has entered since
             self._forecast.add(one.remaining(lengths), one.blocks)

@@ -34,8 +34,8 @@ def reserve(books: Books, request: Request, slots: int, blocks: int, lengths: Le
     need = books.capacity.blocks(request.prompt_tokens + books.expected_tokens(request))
     step, next_step, size = books.step_time(), now + books.residual(now), books.capacity.block_size
     flights = []
-    for flight in books.batcher.running():  # in the hot path of a full engine: few calls
-        end = next_step + flight.remaining(lengths) * step
+    for flight in books.batcher.planned(lengths):  # in the hot path of a full engine: few calls
+        end = next_step + (flight.expected - flight.tokens) * step
         if flight.first_token is None and (prefill := books.service.prefill_left(flight.request.id)):
             end += books.prefill_seconds(prefill)
         flights.append((end, -(-(flight.request.prompt_tokens + flight.expected) // size)))
