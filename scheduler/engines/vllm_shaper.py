@@ -2,17 +2,18 @@
 
 vLLM gives the tokens of a step to what runs, in order of admission, and what is left to what waits. So a long prompt of
 a worse rank takes whole steps while an urgent one waits behind it, and streams that are far ahead of their pace take
-part in steps that could hold more of a prompt. Before a step that cannot hold all that is asked of it:
+part in steps that could hold more of a prompt. Before a step, if an urgent prompt is pressed for time:
 
     running        [long prompt, rank 3] [stream, ahead] [stream]            waiting  [urgent prompt, rank 1]
     shown to vLLM  [stream]                                                  waiting  [urgent prompt, rank 1]
     afterwards     [long prompt, rank 3] [stream, ahead] [stream] [urgent prompt, rank 1]
 
-A request stands back for a prompt of a better rank whose deadline is ahead, and earlier than its own: that of the
-contract for a prompt (one that has missed it stands behind all), the instant at which the next token is due for a
-stream. What stands back for a running prompt is moved to the end, where it takes what is left of the step; what stands
-back for the one that waits is left out, because vLLM serves all that runs before it. No prompt stands back for more
-than 50 steps of its life, and nothing does while KV memory is scarce: slower requests hold theirs longer.
+A prompt is pressed while its deadline is ahead, but by less than twice the time that all prompts together will take.
+Who is of a worse rank and has a later deadline stands back for it: that of the contract for a prompt (one that has
+missed it stands behind all), the instant at which the next token is due for a stream. What stands back for a running
+prompt is moved to the end, where it takes what is left of the step; what stands back for the one that waits is left
+out, because vLLM serves all that runs before it. No prompt stands back for more than 50 steps of its life, and nothing
+does while KV memory is scarce: slower requests hold theirs longer.
 
 vLLM's own `schedule()` is called, never copied; to skip what runs is legal for it. An exception ends the shaping of the
 engine for good: what vLLM had let in is taken back, and the step is scheduled plainly.
@@ -39,6 +40,7 @@ from vllm.v1.request import RequestStatus
 from scheduler.engines.vllm_options import SHAPER_FAILURE, SHAPER_TERMS
 
 KV_SCARCE = 0.8  # share of the KV cache that is used, with the prompts that are still to be computed
+SPARE = 2.0  # a prompt is not pressed if it has so many times the time that it needs
 AHEAD_STEPS = 3.0  # a stream that skips one step must have its next token in time even if the one after it is slow
 RECENT_STEPS = 8  # the longest of which is what a step may take
 MOST_YIELDS = 50  # steps for which a prompt may stand back
@@ -101,10 +103,11 @@ class StepShaper:
         if asked <= room or self._scarce(engine, asked):
             return None
 
-        urgent = {request: seat for request in prompts if (seat := self._live(request, now))}
+        until = now + SPARE * math.ceil(asked / max(room, 1)) * max(self._steps, default=math.inf)
+        urgent = {request: seat for request in prompts if (seat := self._pressed(request, now, until))}
         moved = [request for request in prompts if self._stands_back(request, urgent.values(), now)]
         held: list[Any] = []
-        if head is not None and (seat := self._live(head, now)):
+        if head is not None and (seat := self._pressed(head, now, until)):
             held = [request for request in prompts if self._stands_back(request, [seat], now)]
             if sum(map(_left, prompts)) - sum(map(_left, held)) < room:
                 urgent[head] = seat
@@ -142,10 +145,10 @@ class StepShaper:
             seat = self._seats[request] = Seat(rank, request.priority / 1e6, tpot, whole)
         return seat
 
-    def _live(self, request: Any, now: float) -> Seat | None:
-        """The seat of a request that can still meet its deadline."""
+    def _pressed(self, request: Any, now: float, until: float) -> Seat | None:
+        """The seat of a request whose deadline is ahead, but not by much."""
         seat = self._seat(request)
-        return seat if seat is not None and seat.deadline > now else None
+        return seat if seat is not None and now < seat.deadline < until else None
 
     def _head(self, engine: Any) -> Any | None:
         """The waiting request that vLLM would let in next, if it can."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.vllm, VLLM_WARNINGS]
 BLOCK = 32
 SLOTS = 6
 STEP_TOKENS = 64
-ROOMY, TIGHT = 400, 32  # blocks of KV cache
+ROOMY, TIGHT = 400, 40  # blocks of KV cache
 STEP_SECONDS, TOKEN_SECONDS = 0.004, 0.0001
 
 
@@ -212,10 +212,10 @@ def crowd(seed: int) -> list[Ask]:
     """Long prompts of worse ranks and short urgent ones, in bursts; every sixth is aborted somewhere."""
     draw = random.Random(seed)
     asks, at = [], 0.0
-    for index in range(60):
-        at += draw.choice((0.0, 0.0, 0.01, 0.05))
+    for index in range(80):
+        at += draw.choice((0.0, 0.0, 0.02, 0.1))
         rank = draw.choice((1, 2, 3, 3))
-        prompt = draw.randrange(1, 100) if rank == 1 else draw.randrange(1, 400)
+        prompt = draw.randrange(1, 200) if rank == 1 else draw.randrange(1, 400)
         asks.append(
             Ask(
                 f"{seed}-{index}",
@@ -223,7 +223,7 @@ def crowd(seed: int) -> list[Ask]:
                 rank,
                 prompt,
                 draw.randrange(1, 60),
-                ttft=rank * draw.uniform(0.2, 2.0),
+                ttft=draw.uniform(0.05, 0.2) if rank == 1 else rank * draw.uniform(0.1, 2.0),
                 tpot=draw.choice((0.01, 0.1)),
                 whole=draw.random() < 0.3,
                 abort_at=at + draw.uniform(0.0, 0.5) if index % 6 == 0 else None,
@@ -244,6 +244,22 @@ def counted(plant: Plant) -> list[Any]:
 
     shaper.choose = note
     return shapes
+
+
+@both
+def test_the_scheduler_that_vllm_would_use_is_the_one_that_is_shaped(
+    config: Any, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A subclass of the plain one would take the overlap of steps from an engine that has it."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    monkeypatch.setattr(config.scheduler_config, "scheduler_cls", None)
+    monkeypatch.setattr(config.scheduler_config, "async_scheduling", scheduler == "async")
+    usual = config.scheduler_config.get_scheduler_cls()
+    adapter._shape(config)
+    chosen = config.scheduler_config.get_scheduler_cls()
+    assert chosen is not usual and issubclass(chosen, usual)
+    assert issubclass(chosen, AsyncScheduler) is (scheduler == "async")
 
 
 # --- nothing is lost --------------------------------------------------------------------------------------------------
@@ -288,7 +304,7 @@ def served(config: Any, scheduler: str, asks: list[Ask], *, shaped: bool, blocks
 
 @both
 def test_an_urgent_prompt_does_not_wait_for_a_long_one_of_a_worse_rank(config: Any, scheduler: str) -> None:
-    asks = [LONG, Ask("urgent", 0.001, rank=1, prompt=100, tokens=2)]
+    asks = [LONG, Ask("urgent", 0.001, rank=1, prompt=100, tokens=2, ttft=0.1)]
     plain = served(config, scheduler, asks, shaped=False)
     plant = served(config, scheduler, asks, shaped=True)
     assert plain.first_tokens["urgent"] > plain.first_tokens["long"]
@@ -299,24 +315,24 @@ def test_an_urgent_prompt_does_not_wait_for_a_long_one_of_a_worse_rank(config: A
 
 
 @pytest.mark.parametrize(
-    "urgent",
+    ("rank", "ttft", "long_ttft"),
     [
-        Ask("same rank", 0.001, rank=3, prompt=60, tokens=2),
-        Ask("later deadline", 0.001, rank=1, prompt=60, tokens=2, ttft=6.0),
-        Ask("missed deadline", 0.001, rank=1, prompt=60, tokens=2, ttft=-1.0),
+        pytest.param(3, 0.1, 5.0, id="the same rank"),
+        pytest.param(1, 0.5, 5.0, id="time enough"),
+        pytest.param(1, 0.1, 0.09, id="a later deadline"),
+        pytest.param(1, -1.0, 5.0, id="a deadline that is missed"),
     ],
-    ids=lambda ask: ask.name,
 )
-def test_nobody_stands_back_without_a_reason(config: Any, urgent: Ask) -> None:
+def test_nobody_stands_back_without_a_reason(config: Any, rank: int, ttft: float, long_ttft: float) -> None:
     plant = Plant(config, "plain", shaped=True)
     shapes = counted(plant)
-    plant.serve([LONG, urgent])
+    plant.serve([replace(LONG, ttft=long_ttft), Ask("urgent", 0.001, rank, prompt=60, tokens=2, ttft=ttft)])
     assert not shapes
 
 
 def test_a_prompt_that_has_missed_its_deadline_stands_behind_one_that_can_meet_it(config: Any) -> None:
-    missed = Ask("long", 0.0, rank=3, prompt=400, tokens=2, ttft=-1.0)
-    plant = served(config, "plain", [missed, Ask("urgent", 0.001, rank=1, prompt=60, tokens=2)], shaped=True)
+    missed = replace(LONG, ttft=-1.0)
+    plant = served(config, "plain", [missed, Ask("urgent", 0.001, rank=1, prompt=60, tokens=2, ttft=0.1)], shaped=True)
     assert plant.first_tokens["urgent"] < plant.first_tokens["long"]
 
 
@@ -327,7 +343,7 @@ def test_only_streams_that_are_ahead_of_their_pace_skip_a_step(config: Any, sche
     deadline = 10.0 if whole else 0.5
     ahead = Ask("ahead", 0.0, rank=3, prompt=8, tokens=60, ttft=deadline, tpot=0.1, whole=whole)
     hasty = Ask("hasty", 0.0, rank=3, prompt=8, tokens=60, ttft=0.5, tpot=0.004)
-    urgent = Ask("urgent", 0.2, rank=1, prompt=300, tokens=1)
+    urgent = Ask("urgent", 0.2, rank=1, prompt=300, tokens=1, ttft=0.04)
     plant = Plant(config, scheduler, shaped=True)
     shapes = counted(plant)
     plant.serve([ahead, hasty, urgent])
@@ -341,23 +357,23 @@ def test_streams_skip_no_more_tokens_than_are_needed(config: Any) -> None:
     streams = [Ask(f"stream-{index}", 0.0, rank=3, prompt=8, tokens=90) for index in range(4)]
     plant = Plant(config, "plain", shaped=True)
     shapes = counted(plant)
-    plant.serve([*streams, Ask("urgent", 0.3, rank=1, prompt=STEP_TOKENS - 2, tokens=1)])
+    plant.serve([*streams, Ask("urgent", 0.3, rank=1, prompt=STEP_TOKENS - 2, tokens=1, ttft=0.015)])
     assert [len(shape.held) for shape in shapes] == [2]
 
 
 def test_nobody_stands_back_while_memory_is_scarce(config: Any) -> None:
     """The long prompt and the urgent one will fill half of the cache, then 83 %."""
     for prompt, expected in ((100, True), (450, False)):
-        plant = Plant(config, "plain", shaped=True, blocks=TIGHT)
+        plant = Plant(config, "plain", shaped=True, blocks=32)
         shapes = counted(plant)
-        plant.serve([LONG, Ask("urgent", 0.03, rank=1, prompt=prompt, tokens=2)])
+        plant.serve([LONG, Ask("urgent", 0.001, rank=1, prompt=prompt, tokens=2, ttft=0.1)])
         assert bool(shapes) is expected
 
 
 def test_a_prompt_stands_back_for_fifty_steps_at_most(config: Any) -> None:
     from scheduler.engines.vllm_shaper import MOST_YIELDS
 
-    flood = [Ask(f"urgent-{index}", 0.001 + index * 0.01, rank=1, prompt=60, tokens=1) for index in range(200)]
+    flood = [Ask(f"urgent-{index}", 0.001 + index * 0.01, 1, prompt=60, tokens=1, ttft=0.05) for index in range(200)]
     plant = Plant(config, "plain", shaped=True)
     shapes = counted(plant)
     plant.serve([LONG, *flood])
@@ -377,7 +393,7 @@ def test_the_long_prompt_runs_on_when_the_urgent_one_is_not_let_in_all_the_same(
         return None if blocked else allocate(request, *args, **kwargs)
 
     manager.allocate_slots = refuse_the_urgent_one
-    asks = [LONG, Ask("urgent", 0.001, rank=1, prompt=60, tokens=2)]
+    asks = [LONG, Ask("urgent", 0.001, rank=1, prompt=60, tokens=2, ttft=0.1)]
     plant.serve(asks)
     plant.assert_nothing_is_left(asks)
     assert len(shapes) == 1
@@ -392,7 +408,7 @@ def test_nobody_stands_back_for_what_may_not_enter_a_paused_engine(config: Any) 
     plant._add(LONG)
     plant._step()
     plant.scheduler.set_pause_state(PauseState.PAUSED_NEW)
-    plant._add(Ask("urgent", 0.001, rank=1, prompt=60, tokens=2))
+    plant._add(Ask("urgent", 0.001, rank=1, prompt=60, tokens=2, ttft=0.1))
     while "long" not in plant.ended:
         plant._step()
     assert not shapes
@@ -446,9 +462,9 @@ def test_an_exception_ends_the_shaping_and_no_request(config: Any, scheduler: st
     assert plant.scheduler._shaper is None
 
 
-def test_terms_that_cannot_be_read_end_the_shaping_only(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terms_that_cannot_be_read_end_the_shaping_only(config: Any) -> None:
     plant = Plant(config, "plain", shaped=True)
-    asks = [LONG, Ask("urgent", 0.001, rank="first", prompt=60, tokens=2)]  # type: ignore[arg-type]
+    asks = [LONG, Ask("urgent", 0.001, rank="first", prompt=60, tokens=2, ttft=0.1)]  # type: ignore[arg-type]
     plant.serve(asks)
     plant.assert_nothing_is_left(asks)
     assert len(plant.failures) == 1
