@@ -30,6 +30,14 @@ def with_step_tokens(engine: str, options: Mapping[str, Any], step_tokens: int |
     return {**options, names[0]: step_tokens}
 
 
+def with_smaller_step(engine: str, options: Mapping[str, Any], step_tokens: int) -> Mapping[str, Any]:
+    """The options with that size of a step, whatever they say of it; an engine without one is left as it is."""
+    names = STEP_OPTIONS.get(engine)
+    if names is None:
+        return options
+    return {name: value for name, value in options.items() if name not in names} | {names[0]: step_tokens}
+
+
 def create_engine(
     name: str, model: str, options: Mapping[str, Any], *, clock: Clock, on_step: StepListener, data_dir: Path
 ) -> Engine:

@@ -4,8 +4,10 @@ Two troubles are seen from outside. *Silence*: no step and no token for five tim
 than ten seconds, while something runs; such an engine is dead. *Crowding*: the engine's own queue, in which nobody can
 be put before another any more, holds more than two requests for three steps; nothing is dispatched until it is back.
 
-After a death only a part of the engine is used, in case it was too much for it: half of its sequences for each death
-of the last ten minutes, and a tenth more for every five minutes without another.
+After a death only a part of the engine is used, in case it was too much for it: half of its sequences and nine tenths
+of its memory for each death, and a tenth more for every five minutes without another. The next engine is started with
+the same part of its step, which it keeps for its life. With the third death within ten minutes somebody must look:
+nothing more is given back until the deployment is changed or started anew.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ CROWDED_STEPS = 3
 DEATH_MEMORY = 600.0  # seconds
 STABLE = 300.0  # seconds without a death, for each tenth that is given back
 GIVEN_BACK = 0.1
+LESS_MEMORY = 0.9
 ALARM_DEATHS = 3  # within DEATH_MEMORY
 
 
@@ -61,12 +64,14 @@ class EngineWatch:
 
 
 class Caution:
-    """How much of an engine is used, by how often it has died. `deaths` of the last ten minutes."""
+    """How much of an engine is used, by how often it has died."""
 
     def __init__(self) -> None:
-        self._share = 1.0
+        self.alarmed = False
+        self._share = 1.0  # of sequences and step
+        self._memory = 1.0
         self._since = 0.0  # of the last change
-        self._deaths: deque[float] = deque()
+        self._deaths: deque[float] = deque()  # of the last ten minutes
 
     def died(self, now: float) -> bool:
         """Another death. True if there are so many that somebody must look."""
@@ -74,12 +79,27 @@ class Caution:
             self._deaths.popleft()
         self._deaths.append(now)
         self._share /= 2
+        self._memory *= LESS_MEMORY
         self._since = now
-        return len(self._deaths) >= ALARM_DEATHS
+        self.alarmed = self.alarmed or len(self._deaths) >= ALARM_DEATHS
+        return self.alarmed
 
     def capacity(self, whole: PoolCapacity, now: float) -> PoolCapacity:
-        """The part of `whole` that is used now. Memory and steps are the engine's own and stay as they are."""
-        while self._share < 1.0 and now - self._since >= STABLE:
+        """The part of `whole` that is used now. Whatever the model allows for one request still fits."""
+        self._give_back(now)
+        tokens = max(int(whole.kv_tokens * self._memory), min(whole.kv_tokens, whole.max_model_len))
+        return replace(whole, max_seqs=max(int(whole.max_seqs * self._share), 1), kv_tokens=tokens)
+
+    def step_tokens(self, whole: PoolCapacity, now: float) -> int | None:
+        """With which step an engine is to be started whose own would be that of `whole`; None: with its own.
+
+        Each of its sequences needs a token of the step.
+        """
+        self._give_back(now)
+        return None if self._share >= 1.0 else max(int(whole.step_tokens * self._share), whole.max_seqs)
+
+    def _give_back(self, now: float) -> None:
+        while not self.alarmed and self._share < 1.0 and now - self._since >= STABLE:
             self._share = min(round(self._share + GIVEN_BACK, 6), 1.0)
+            self._memory = min(self._memory + GIVEN_BACK, 1.0)
             self._since += STABLE
-        return replace(whole, max_seqs=max(int(whole.max_seqs * self._share), 1))

@@ -22,7 +22,7 @@ import structlog
 
 from scheduler.core.planner import Planner
 from scheduler.core.types import PoolCapacity, Reason, Refusal, Request, StepReport
-from scheduler.engines import with_step_tokens
+from scheduler.engines import with_smaller_step, with_step_tokens
 from scheduler.engines.base import Engine, EngineDeadError, EngineLimits, EngineStartError
 from scheduler.worker.configuration import DeploymentSpec
 from scheduler.worker.engine_watch import Caution
@@ -40,6 +40,7 @@ MAX_BACKOFF = 30.0  # seconds
 STABLE_SECONDS = 60.0  # an engine that lived this long starts a new count of failures
 DEAD_ENGINE_SECONDS = 5.0  # how long the streams of a dead engine may take to notice
 WATCH_EVERY = 1.0  # seconds
+ALARM = "The engine dies again and again: it is used in part until the deployment is changed or started anew."
 
 
 class PoolState(StrEnum):
@@ -70,6 +71,7 @@ class Pool:
         self._dead = asyncio.Event()
         self._failures = 0  # in a row
         self._caution = Caution()
+        self._whole: PoolCapacity | None = None  # what the engine has when it is started as it is configured
         self._label = label
         self._services = services
         self._on_state = on_state
@@ -121,6 +123,7 @@ class Pool:
             self.spec = self._wanted = spec
             return
         self._wanted = spec
+        self._caution, self._whole = Caution(), None
         self._failures = 0
         self._changed.set()
 
@@ -133,7 +136,8 @@ class Pool:
         log.error("engine died", model=self.model, error=str(error))
         self._services.statistics.metrics.engine_deaths.labels(self.model).inc()
         if self._caution.died(now):
-            log.critical("engine dies again and again; it is used with fewer sequences", model=self.model)
+            log.critical("engine dies again and again", model=self.model)
+            self._services.statistics.event(now, self.model, "engine", ALARM)
         if self._work is not None:  # now, before the pump hands what waits to a dead engine
             self._work.engine_failed(str(error))
         if self.state is PoolState.READY:
@@ -173,18 +177,22 @@ class Pool:
         return None
 
     async def _build(self, spec: DeploymentSpec) -> Engine:
+        options = with_step_tokens(spec.engine, spec.options, self._services.configuration.policy.step_tokens)
+        step = None if self._whole is None else self._caution.step_tokens(self._whole, self._services.clock.now())
         # Importing an engine may take seconds, so it is not done on the loop.
         engine = await asyncio.to_thread(
             self._services.create_engine,
             spec.engine,
             spec.model,
-            with_step_tokens(spec.engine, spec.options, self._services.configuration.policy.step_tokens),
+            options if step is None else with_smaller_step(spec.engine, options, step),
             clock=self._services.clock,
             on_step=self._stepped,
             data_dir=self._services.data_dir,
         )
         try:
             self.limits = await engine.start()
+            if step is None:
+                self._whole = self.limits.capacity
         except BaseException:
             await engine.aclose()
             raise
@@ -198,7 +206,7 @@ class Pool:
         work, pumping = self._employ()
         runs = work.resume(engine, self._capacity())
         watching = asyncio.create_task(self._watch(work), name=f"watch-{self.model}")
-        self._enter(PoolState.READY)
+        self._enter(PoolState.READY, ALARM if self._caution.alarmed else "")
         try:
             await first(self._changed.wait(), self._dead.wait(), asyncio.wait([pumping]))
             if pumping.done():

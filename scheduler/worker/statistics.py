@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 RATE_SECONDS = 5.0  # window of rates
 ATTAINMENT_SECONDS = 60.0
 BUSY_SECONDS = 10.0
-EVENTS_KEPT = 20  # of policies, levels and caps
+EVENTS_KEPT = 20  # of policies, levels, caps and engines
 TTFT_SAMPLES = 2048  # bound of the TTFT window of a tier
 
 
@@ -96,7 +96,10 @@ class EngineStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something about a whole pool that operators should see. `at` is monotonic; `kind`: policy, level or cap."""
+    """Something about a whole pool that operators should see.
+
+    `at` is monotonic; `kind`: policy, level, cap or engine.
+    """
 
     at: float
     model: str
@@ -162,7 +165,7 @@ class Statistics:
         counter.inc()
 
     def event(self, now: float, model: str, kind: str, text: str) -> None:
-        """Policy, level or cap of a pool have changed."""
+        """Policy, level or cap of a pool have changed, or its engine needs somebody to look at it."""
         self.events.append(Event(now, model, kind, text))
         self.metrics.events.labels(model, kind).inc()
         log.warning("scheduling", model=model, kind=kind, what=text)

@@ -124,10 +124,34 @@ async def test_after_a_death_less_of_the_engine_is_used_for_a_while(start):
         crash = product.submit(simulate={"crash_at": 1})
         await product.until(crash.done)
         await product.ready()
-        planner = product.runtime.pools["demo"].planner
-        assert planner.snapshot(0.0).cap == 2
+        pool = product.runtime.pools["demo"]
+        capacity = pool.planner.books.capacity
+        assert (capacity.max_seqs, capacity.step_tokens, capacity.kv_tokens) == (2, 32, 3686)
         await product.clock.advance(1501.0)
-        assert planner.snapshot(0.0).cap == 4
+        capacity = pool.planner.books.capacity
+        assert (capacity.max_seqs, capacity.step_tokens, capacity.kv_tokens) == (4, 32, 4096)
+        again = product.submit(simulate={"crash_at": 1})
+        await product.until(again.done)
+        await product.ready()
+        assert pool.planner.books.capacity.step_tokens == 32, "half of what is configured, not of the half"
+
+
+async def test_an_engine_that_dies_three_times_stays_restricted_until_its_deployment_changes(start):
+    async with start() as product:
+        await product.ready()
+        for _ in range(3):
+            crash = product.submit(simulate={"crash_at": 1})
+            await product.until(crash.done)
+            await product.ready()
+        pool = product.runtime.pools["demo"]
+        assert "again and again" in pool.message
+        assert [event.kind for event in product.runtime.services.statistics.events].count("engine") == 1
+        await product.clock.advance(4000.0)
+        assert pool.planner.books.capacity.max_seqs == 1
+        await Deployment.objects.filter(model="demo").aupdate(options=STEP | {"max_seqs": 6})
+        await product.runtime.refresh()
+        await product.until(lambda: pool.planner is not None and pool.planner.books.capacity.max_seqs == 6)
+        assert (pool.planner.books.capacity.step_tokens, pool.message) == (64, "")
 
 
 async def test_nothing_is_dispatched_while_the_engines_own_queue_does_not_empty(start):

@@ -46,16 +46,34 @@ def test_each_death_halves_the_sequences_and_five_quiet_minutes_give_a_tenth_bac
     caution = Caution()
     assert caution.capacity(CAPACITY, 0.0) == CAPACITY
     assert caution.died(100.0) is False
-    assert caution.capacity(CAPACITY, 100.0).max_seqs == 16
+    assert caution.capacity(CAPACITY, 100.0) == replace(CAPACITY, max_seqs=16, kv_tokens=3686)
+    assert caution.step_tokens(CAPACITY, 100.0) == 32
     assert caution.died(110.0) is False
     assert caution.capacity(CAPACITY, 409.0).max_seqs == 8
     assert caution.capacity(CAPACITY, 410.0).max_seqs == 11
     assert caution.capacity(CAPACITY, 10_000.0) == CAPACITY
+    assert caution.step_tokens(CAPACITY, 10_000.0) is None
 
 
 def test_a_third_death_within_ten_minutes_is_an_alarm_and_one_sequence_always_runs():
     caution = Caution()
-    assert [caution.died(at) for at in (0.0, 10.0, 20.0, 700.0)] == [False, False, True, False]
+    assert [caution.died(at) for at in (0.0, 10.0, 620.0, 625.0)] == [False, False, False, False]
+    assert [caution.died(at) for at in (1000.0, 1010.0, 2000.0)] == [True, True, True]
     for at in range(10):
-        caution.died(700.0 + at)
-    assert caution.capacity(CAPACITY, 710.0).max_seqs == 1
+        caution.died(2000.0 + at)
+    assert caution.capacity(CAPACITY, 2010.0).max_seqs == 1
+
+
+def test_after_the_alarm_nothing_is_given_back():
+    caution = Caution()
+    for at in (0.0, 10.0, 20.0):
+        caution.died(at)
+    assert caution.capacity(CAPACITY, 1e6).max_seqs == 4
+
+
+def test_whatever_the_model_allows_for_one_request_still_fits():
+    caution = Caution()
+    for at in range(30):
+        caution.died(float(at))
+    assert caution.capacity(CAPACITY, 30.0).kv_tokens == CAPACITY.max_model_len
+    assert caution.step_tokens(CAPACITY, 30.0) == CAPACITY.max_seqs, "each sequence needs a token"
