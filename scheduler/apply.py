@@ -12,7 +12,7 @@ from scheduler.config import ConfigError, check_policy, current, snapshot
 from scheduler.engines import ENGINES
 from scheduler.models import Deployment, PolicyVersion
 from tenants.apply import Result, Run, apply_tenancy
-from tenants.audit import describe, record
+from tenants.audit import Act, describe, record
 from tenants.changes import one_change
 from tenants.documents import DocumentError, Part, Presence, TenancyDocument, given, read_document
 from tenants.models.change import lock, note
@@ -43,7 +43,7 @@ DEFAULT_ENGINE = "vllm"
 def apply(text: str, *, actor: str, reason: str = "") -> Result:
     """Apply a document. Raises DocumentError naming the place; then nothing has changed."""
     document = read_document(text, Document)
-    run = Run(actor, reason)
+    run = Run(Act(actor, reason))
     with one_change(actor=actor, reason=reason):
         lock()
         apply_tenancy(document, run)
@@ -73,7 +73,7 @@ def _remove_deployment(deployment: Deployment, run: Run) -> None:
     before = describe(deployment)
     deployment.removed_at = timezone.now()
     deployment.save(update_fields=["removed_at"])
-    run.note("remove", deployment, before, describe(deployment))
+    run.act.note("remove", deployment, before, describe(deployment))
     run.result.removed.append(f"deployment {deployment.model}")
 
 
@@ -86,10 +86,10 @@ def _apply_policy(fields: dict[str, Any] | str, run: Run) -> None:
         raise DocumentError(error.path, error.message) from error
     if policy != before.policy:
         note(PolicyVersion)
-        record(run.actor, "policy.change", "policy", before=before.policy, after=policy, reason=run.reason)
+        record(run.act.actor, "policy.change", "policy", before=before.policy, after=policy, reason=run.act.reason)
         changed = ", ".join(name for name, value in policy.items() if value != before.policy[name])
         run.result.changed.append(f"policy ({changed})")
     elif fields:
         run.result.unchanged += 1
     if run.result.did_anything:
-        snapshot(policy, actor=run.actor, reason=run.reason)
+        snapshot(policy, actor=run.act.actor, reason=run.act.reason)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from django import forms
@@ -11,19 +13,19 @@ from django.contrib.auth.admin import UserAdmin as BaseUserAdmin
 from django.contrib.auth.models import Group, User
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponseBase
-from django.utils import timezone
-from unfold.admin import ModelAdmin
+from unfold.admin import ModelAdmin, TabularInline
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
 
-from . import keys
-from .audit import describe, record, target_of
+from .audit import Act, describe
 from .changes import one_change
+from .key_changes import KeyConflictError, enable, issue, revoke, rotate
 from .models import (
     ApiKey,
     AuditEvent,
     BudgetAccount,
     BudgetAlert,
     BudgetLease,
+    KeySecret,
     Limit,
     Membership,
     Price,
@@ -39,6 +41,10 @@ from .tiers import FIELDS, TierError, check_tiers
 
 def actor_of(request: HttpRequest) -> str:
     return f"user {request.user.get_username()}"
+
+
+def act_of(request: HttpRequest) -> Act:
+    return Act(actor_of(request), source_ip=request.META.get("REMOTE_ADDR"))
 
 
 class AuditedAdmin(ModelAdmin):  # type: ignore[misc]  # the package has no types
@@ -73,14 +79,7 @@ class AuditedAdmin(ModelAdmin):  # type: ignore[misc]  # the package has no type
         before: dict[str, Any] | None,
         after: dict[str, Any] | None,
     ) -> None:
-        record(
-            actor_of(request),
-            f"{obj._meta.model_name}.{action}",
-            target_of(obj),
-            before=before,
-            after=after,
-            source_ip=request.META.get("REMOTE_ADDR") or None,
-        )
+        act_of(request).note(action, obj, before, after)
 
 
 class ReadOnlyAdmin(ModelAdmin):  # type: ignore[misc]  # the package has no types
@@ -141,38 +140,71 @@ class ApiKeyForm(forms.ModelForm):  # type: ignore[type-arg]  # generic in the s
 
     class Meta:
         model = ApiKey
-        fields = ["tenant", "name", "scopes", "models", "allowed_ips", "expires_at"]
+        fields = ["tenant", "name", "owner", "scopes", "models", "allowed_ips", "expires_at"]
+
+
+class KeySecretInline(TabularInline):  # type: ignore[misc]  # the package has no types
+    """What may be shown of a key's secrets."""
+
+    model = KeySecret
+    fields = readonly_fields = ("prefix", "created_at", "valid_until", "last_used_at")
+    extra = 0
+    can_delete = False
+
+    def has_add_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return False
 
 
 @admin.register(ApiKey)
 class ApiKeyAdmin(AuditedAdmin):
+    """Rotation here leaves the old secret good for a day; the API takes any time."""
+
     form = ApiKeyForm
-    list_display = ("name", "tenant", "lookup", "scopes", "expires_at", "revoked_at", "last_used_at")
+    list_display = ("name", "tenant", "owner", "scopes", "expires_at", "revoked_at")
     list_filter = ("tenant",)
-    search_fields = ("name", "lookup", "tenant__slug")
-    actions = ("revoke",)
+    list_select_related = ("tenant", "owner")
+    search_fields = ("name", "secrets__lookup", "tenant__slug")
+    actions = ("rotate", "revoke", "enable")
+
+    def get_inlines(self, request: HttpRequest, obj: Model | None) -> tuple[type[TabularInline], ...]:
+        return (KeySecretInline,) if obj else ()
 
     def get_readonly_fields(self, request: HttpRequest, obj: Model | None = None) -> tuple[str, ...]:
-        """A key stays with its tenant."""
-        return ("tenant", "lookup", "created_at", "last_used_at", "revoked_at") if obj else ()
+        """A key stays with its tenant, and keeps its name."""
+        return ("tenant", "name", "owner", "created_at", "revoked_at") if obj else ()
 
     def save_model(self, request: HttpRequest, obj: Any, form: forms.ModelForm[Any], change: bool) -> None:
         if change:
             super().save_model(request, obj, form, change)
-            return
-        new = keys.mint()
-        obj.lookup, obj.digest, obj.pepper_version = new.lookup, new.digest, new.pepper_version
-        super().save_model(request, obj, form, change)
-        messages.warning(request, f"The key, shown only now: {new.token}")
+        else:
+            self._show(request, obj, issue(obj, act_of(request)))
+
+    @admin.action(description="Rotate the selected keys: the old secrets are good for one more day")
+    def rotate(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> None:
+        def one(key: ApiKey) -> None:
+            self._show(request, key, rotate(key, timedelta(days=1), act_of(request)))
+
+        self._each(request, queryset, one)
 
     @admin.action(description="Revoke the selected keys")
     def revoke(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> None:
+        self._each(request, queryset, lambda key: revoke(key, act_of(request)))
+
+    @admin.action(description="Enable the selected keys again")
+    def enable(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> None:
+        self._each(request, queryset, lambda key: enable(key, act_of(request)))
+
+    def _each(self, request: HttpRequest, queryset: QuerySet[ApiKey], change: Callable[[ApiKey], None]) -> None:
+        """One change for all of them. Those that cannot be changed so are named to the user."""
         with one_change(actor=actor_of(request)):
-            for key in queryset.filter(revoked_at__isnull=True):
-                before = describe(key)
-                key.revoked_at = timezone.now()
-                key.save(update_fields=["revoked_at"])
-                self.audit(request, "revoke", key, before, describe(key))
+            for key in queryset.select_related("tenant"):
+                try:
+                    change(key)
+                except KeyConflictError as error:
+                    messages.error(request, f"{key}: {error}")
+
+    def _show(self, request: HttpRequest, key: ApiKey, token: str) -> None:
+        messages.warning(request, f"The secret of {key}, shown only now: {token}")
 
 
 @admin.register(Limit)

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, TypeVar
 
+from django.contrib.auth.models import User
 from django.core.exceptions import ValidationError
 from django.db import models
-from django.utils import timezone
 from msgspec import UNSET
 
-from . import keys
-from .audit import describe, record, target_of
+from .audit import Act, describe
 from .documents import (
     Budget,
     DocumentError,
@@ -30,6 +29,7 @@ from .documents import (
     TierPart,
     given,
 )
+from .key_changes import issue, revoke
 from .models import ApiKey, Limit, Price, Tenant, Tier
 from .models.limit import TOKENS
 from .tiers import TierError, assign, check_tiers
@@ -65,10 +65,9 @@ class Result:
 
 @dataclass
 class Run:
-    """One application: whose it is, why, and what it has done so far."""
+    """One application: whose act it is, and what it has done so far."""
 
-    actor: str
-    reason: str
+    act: Act
     result: Result = field(default_factory=Result)
 
     def save(self, instance: ModelT, path: str, section: str, name: str, values: Mapping[str, Any]) -> ModelT:
@@ -83,7 +82,7 @@ class Run:
             return instance
         check_fields(instance, path)
         instance.save()
-        self.note("create" if new else "change", instance, before, describe(instance))
+        self.act.note("create" if new else "change", instance, before, describe(instance))
         if new:
             self.result.add(section, name)
         else:
@@ -92,20 +91,13 @@ class Run:
 
     def remove(self, instance: models.Model, path: str, name: str) -> None:
         """Delete the row. Raises DocumentError when others need it."""
-        before, target = describe(instance), target_of(instance)
+        self.act.note("remove", instance, describe(instance), None)
         try:
             instance.delete()
         except models.ProtectedError as error:
             users = sorted({str(user._meta.verbose_name_plural) for user in error.protected_objects})
             raise DocumentError(path, f"{name} cannot be removed: {' and '.join(users)} still refer to it.") from error
-        record(self.actor, f"{instance._meta.model_name}.remove", target, before=before, reason=self.reason)
         self.result.removed.append(name)
-
-    def note(
-        self, action: str, instance: models.Model, before: dict[str, Any] | None, after: dict[str, Any] | None
-    ) -> None:
-        name = f"{instance._meta.model_name}.{action}"
-        record(self.actor, name, target_of(instance), before=before, after=after, reason=self.reason)
 
 
 def apply_tenancy(document: TenancyDocument, run: Run) -> Result:
@@ -113,7 +105,7 @@ def apply_tenancy(document: TenancyDocument, run: Run) -> Result:
     _apply_tiers(document.tiers, run)
     _no_twins("tenants", [part.slug for part in document.tenants])
     for index, part in enumerate(document.tenants):
-        _apply_tenant(part, f"tenants[{index}]", run)
+        apply_tenant(part, f"tenants[{index}]", run)
     for index, price in enumerate(document.prices):
         _apply_price(price, f"prices[{index}]", run)
     _remove_tiers(document.tiers, run)
@@ -157,7 +149,7 @@ def _apply_tiers(parts: Sequence[TierPart], run: Run) -> None:
         raise DocumentError(f"{where}.{error.field}", error.message) from error
     for part, changed in changes:
         _save_tier(tiers[part.name], changed, before.get(part.name), run)
-        _apply_limits(part.limits, {"tier": tiers[part.name]}, f"tiers[{names.index(part.name)}].limits", run)
+        apply_limits(part.limits, {"tier": tiers[part.name]}, f"tiers[{names.index(part.name)}].limits", run)
 
 
 def _save_tier(tier: Tier, changed: list[str], before: dict[str, Any] | None, run: Run) -> None:
@@ -165,7 +157,7 @@ def _save_tier(tier: Tier, changed: list[str], before: dict[str, Any] | None, ru
         run.result.unchanged += 1
         return
     tier.save()
-    run.note("create" if before is None else "change", tier, before, describe(tier))
+    run.act.note("create" if before is None else "change", tier, before, describe(tier))
     if before is None:
         run.result.add("tiers", tier.name)
     else:
@@ -185,7 +177,7 @@ def _remove_tiers(parts: Sequence[TierPart], run: Run) -> None:
 # --- tenants and keys -----------------------------------------------------------------------------------------------
 
 
-def _apply_tenant(part: TenantPart, path: str, run: Run) -> None:
+def apply_tenant(part: TenantPart, path: str, run: Run) -> None:
     tenant = Tenant.objects.filter(slug=part.slug).first()
     if part.state == "absent":
         if tenant is not None:
@@ -200,44 +192,34 @@ def _apply_tenant(part: TenantPart, path: str, run: Run) -> None:
         tenant = Tenant(slug=part.slug)
         values.setdefault("name", part.slug)
     run.save(tenant, path, "tenants", part.slug, values)
-    _apply_limits(part.limits, {"tenant": tenant}, f"{path}.limits", run)
+    apply_limits(part.limits, {"tenant": tenant}, f"{path}.limits", run)
     _no_twins(f"{path}.keys", [key.name for key in part.keys])
     for index, key in enumerate(part.keys):
-        _apply_key(key, tenant, f"{path}.keys[{index}]", run)
+        apply_key(key, tenant, f"{path}.keys[{index}]", run)
 
 
-def _apply_key(part: KeyPart, tenant: Tenant, path: str, run: Run) -> None:
+def apply_key(part: KeyPart, tenant: Tenant, path: str, run: Run, *, owner: User | None = None) -> None:
+    """`owner` is whose a new key is."""
     key = tenant.keys.filter(name=part.name, revoked_at__isnull=True).first()
     if part.state == "absent":
         if key is not None:
-            _revoke(key, run)
+            revoke(key, run.act)
+            run.result.removed.append(f"key {key}")
         return
     values = given(part, "name", "limits", "state")
     if key is None:
-        key = _create_key(tenant, part.name, values, path, run)
+        key = _create_key(ApiKey(tenant=tenant, name=part.name, owner=owner), values, path, run)
     else:
         run.save(key, path, "keys", f"{tenant.slug}/{part.name}", values)
-    _apply_limits(part.limits, {"key": key}, f"{path}.limits", run)
+    apply_limits(part.limits, {"key": key}, f"{path}.limits", run)
 
 
-def _create_key(tenant: Tenant, name: str, values: Mapping[str, Any], path: str, run: Run) -> ApiKey:
-    new = keys.mint()
-    key = ApiKey(tenant=tenant, name=name, lookup=new.lookup, digest=new.digest, pepper_version=new.pepper_version)
+def _create_key(key: ApiKey, values: Mapping[str, Any], path: str, run: Run) -> ApiKey:
     for attribute, value in values.items():
         setattr(key, attribute, value)
     check_fields(key, path)
-    key.save()
-    run.note("create", key, None, describe(key))
-    run.result.keys.append({"tenant": tenant.slug, "name": name, "key": new.token})
+    run.result.keys.append({"tenant": key.tenant.slug, "name": key.name, "key": issue(key, run.act)})
     return key
-
-
-def _revoke(key: ApiKey, run: Run) -> None:
-    before = describe(key)
-    key.revoked_at = timezone.now()
-    key.save(update_fields=["revoked_at"])
-    run.note("revoke", key, before, describe(key))
-    run.result.removed.append(f"key {key.tenant.slug}/{key.name}")
 
 
 def _find(model: type[ModelT], path: str, **by: Any) -> ModelT:
@@ -250,10 +232,10 @@ def _find(model: type[ModelT], path: str, **by: Any) -> ModelT:
 # --- limits ---------------------------------------------------------------------------------------------------------
 
 
-def _apply_limits(part: Limits, owner: Mapping[str, Tier | Tenant | ApiKey], path: str, run: Run) -> None:
+def apply_limits(part: Limits, owner: Mapping[str, Tier | Tenant | ApiKey], path: str, run: Run) -> None:
     """`owner` is the one foreign key of the limits, by name."""
     present = {(one.model, one.kind, one.period, one.currency): one for one in Limit.objects.filter(**owner)}
-    who = " ".join(f"{kind} {_name_of(thing)}" for kind, thing in owner.items())
+    who = " ".join(f"{kind} {thing}" for kind, thing in owner.items())
     parts = [("", part, path), *((model, limits, f"{path}.models.{model}") for model, limits in part.models.items())]
     for model, limits, where in parts:
         of_model = f" of {model}" if model else ""
@@ -274,10 +256,6 @@ def _apply_limits(part: Limits, owner: Mapping[str, Tier | Tenant | ApiKey], pat
             limit = limit or Limit(**owner, model=model, kind="budget", period=budget.period, currency=unit)
             label = f"{who} budget per {budget.period} in {limit.unit}{of_model}"
             _apply_budget(budget, limit, label, f"{where}.budgets[{index}]", run)
-
-
-def _name_of(owner: Tier | Tenant | ApiKey) -> str:
-    return f"{owner.tenant.slug}/{owner.name}" if isinstance(owner, ApiKey) else str(owner)
 
 
 def _rates(part: RateLimits) -> Iterable[tuple[str, int | None]]:

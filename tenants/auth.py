@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from django.db.models import Q
 
@@ -28,7 +29,7 @@ from . import keys
 from .changes import current_version
 from .database import DatabaseAway, DatabaseThread
 from .limits import EffectiveBudget, EffectiveLimit, effective_budgets, effective_limits
-from .models import ApiKey, Tenant
+from .models import KeySecret, Tenant
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,10 @@ class AuthUnavailableError(AuthError):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who is asking and what they may use, as of change `version`. `expires_at` is in Unix seconds."""
+    """Who is asking and what they may use, as of change `version`.
+
+    `expires_at`, in Unix seconds, is when the secret that was shown ends: with its key, or as one rotated out.
+    """
 
     tenant_id: str
     tenant_slug: str
@@ -93,9 +97,10 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A key as the database had it at change `principal.version`."""
+    """A secret and its key as the database had them at change `principal.version`."""
 
     principal: Principal
+    secret_id: int
     digest: str = field(repr=False)
     pepper_version: int
     suspended: bool
@@ -103,7 +108,7 @@ class _Entry:
 
 
 def read_entries(lookups: Iterable[str]) -> tuple[int, dict[str, _Entry]]:
-    """The live keys among `lookups`, and the change they were read at.
+    """The secrets of live keys among `lookups`, and the change they were read at.
 
     Read again if the counter moved meanwhile. If it keeps moving, the older number is given: the entries are then
     taken for older than they are and read again soon, never for newer.
@@ -111,16 +116,20 @@ def read_entries(lookups: Iterable[str]) -> tuple[int, dict[str, _Entry]]:
     wanted = list(lookups)
     for _ in range(READ_TRIES):
         version = current_version()
-        found = ApiKey.objects.filter(lookup__in=wanted, revoked_at__isnull=True)
-        rows = found.select_related("tenant__tier").prefetch_related("limits", "tenant__limits", "tenant__tier__limits")
-        entries = {key.lookup: _entry(key, version) for key in rows}
+        found = KeySecret.objects.filter(lookup__in=wanted, key__revoked_at__isnull=True)
+        rows = found.select_related("key__tenant__tier").prefetch_related(
+            "key__limits", "key__tenant__limits", "key__tenant__tier__limits"
+        )
+        entries = {secret.lookup: _entry(secret, version) for secret in rows}
         if current_version() == version:
             break
     return version, entries
 
 
-def _entry(key: ApiKey, version: int) -> _Entry:
+def _entry(secret: KeySecret, version: int) -> _Entry:
+    key = secret.key
     tenant, tier = key.tenant, key.tenant.tier
+    ends = [instant.timestamp() for instant in (key.expires_at, secret.valid_until) if instant is not None]
     principal = Principal(
         tenant_id=str(tenant.pk),
         tenant_slug=tenant.slug,
@@ -130,25 +139,26 @@ def _entry(key: ApiKey, version: int) -> _Entry:
         scopes=frozenset(key.scopes),
         models=tuple(key.models),
         limits=effective_limits(tier, tenant, key),
-        expires_at=key.expires_at.timestamp() if key.expires_at else None,
+        expires_at=min(ends, default=None),
         version=version,
         budgets=effective_budgets(tier, tenant, key),
     )
     return _Entry(
         principal=principal,
-        digest=key.digest,
-        pepper_version=key.pepper_version,
+        secret_id=secret.pk,
+        digest=secret.digest,
+        pepper_version=secret.pepper_version,
         suspended=tenant.state != Tenant.State.ACTIVE,
         networks=tuple(ipaddress.ip_network(entry) for entry in key.allowed_ips),
     )
 
 
-def write_last_used(used: dict[str, float]) -> None:
-    """Note when keys were used (key id -> Unix seconds), unless another process did within the last minute."""
-    for key_id, at in used.items():
+def write_last_used(used: dict[int, float]) -> None:
+    """Note when secrets were used (id -> Unix seconds), unless another process did within the last minute."""
+    for secret_id, at in used.items():
         instant = datetime.fromtimestamp(at, UTC)
         stale = Q(last_used_at__isnull=True) | Q(last_used_at__lte=instant - timedelta(seconds=USED_SECONDS))
-        ApiKey.objects.get_queryset().filter(stale, pk=key_id).touch(last_used_at=instant)
+        KeySecret.objects.get_queryset().filter(stale, pk=secret_id).touch(last_used_at=instant)
 
 
 class Authenticator:
@@ -174,8 +184,8 @@ class Authenticator:
         self._known: dict[str, _Entry] = {}
         self._unknown: dict[str, float] = {}  # lookup -> the clock's time until which it counts as unknown
         self._reads: dict[str, asyncio.Task[_Entry | None]] = {}
-        self._used_at: dict[str, float] = {}  # key id -> the clock's time of the last note
-        self._to_note: dict[str, float] = {}
+        self._used_at: dict[int, float] = {}  # secret's id -> the clock's time of the last note
+        self._to_note: dict[int, float] = {}
         self._noting: asyncio.Task[None] | None = None
         self._thread = DatabaseThread("keys")
 
@@ -224,8 +234,8 @@ class Authenticator:
             raise TenantSuspendedError
         if entry.networks and not _within(entry.networks, client_ip):
             raise AddressRefusedError
-        if now - self._used_at.get(principal.key_id, float("-inf")) >= USED_SECONDS:
-            self._note_used(principal.key_id, now)
+        if now - self._used_at.get(entry.secret_id, float("-inf")) >= USED_SECONDS:
+            self._note_used(entry.secret_id, now)
         return principal
 
     async def _find(self, lookup: str, now: float) -> _Entry | None:
@@ -276,10 +286,10 @@ class Authenticator:
             _bound(self._known, MAX_KNOWN)
             self._known[lookup] = entry
 
-    def _note_used(self, key_id: str, now: float) -> None:
+    def _note_used(self, secret_id: int, now: float) -> None:
         _bound(self._used_at, MAX_KNOWN)
-        self._used_at[key_id] = now
-        self._to_note[key_id] = self._wall()
+        self._used_at[secret_id] = now
+        self._to_note[secret_id] = self._wall()
         if self._noting is None:
             self._noting = asyncio.create_task(self._write_notes(), name="key-last-used")
 
@@ -313,7 +323,7 @@ def _within(networks: tuple[Network, ...], client_ip: str | None) -> bool:
     return any(address in network for network in networks)
 
 
-def _bound(cache: dict[str, float] | dict[str, _Entry], size: int) -> None:
+def _bound(cache: dict[Any, Any], size: int) -> None:
     """Make room for one more by dropping the oldest entry."""
     if len(cache) >= size:
         del cache[next(iter(cache))]

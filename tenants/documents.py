@@ -95,24 +95,34 @@ class TierPart(Part, frozen=True):
     state: Presence = "present"
 
 
-class KeyPart(Part, frozen=True):
-    """An absent key is revoked. Present again, it is a new key with a new secret."""
+class KeyRights(Part, frozen=True):
+    """What a key may do."""
 
-    name: str
     scopes: list[str] | UnsetType = UNSET
     models: list[str] | UnsetType = UNSET
     allowed_ips: list[str] | UnsetType = UNSET
     expires_at: Instant | UnsetType | None = UNSET
     limits: Limits = Limits()
+
+
+class KeyPart(KeyRights, frozen=True, kw_only=True):
+    """An absent key is revoked. Present again, it is a new key with a new secret."""
+
+    name: str
     state: Presence = "present"
 
 
-class TenantPart(Part, frozen=True):
-    slug: str
+class TenantTerms(Part, frozen=True):
+    """Who a tenant is and what it may use."""
+
     name: str | UnsetType = UNSET
     tier: str | UnsetType = UNSET
     timezone: str | UnsetType = UNSET
     limits: Limits = Limits()
+
+
+class TenantPart(TenantTerms, frozen=True, kw_only=True):
+    slug: str
     keys: list[KeyPart] = []
     state: Literal["active", "suspended", "absent"] | UnsetType = UNSET
 
@@ -154,6 +164,7 @@ class TenancyDocument(Part, frozen=True):
     prices: list[PricePart] = []
 
 
+PartT = TypeVar("PartT", bound=Part)
 DocumentT = TypeVar("DocumentT", bound=TenancyDocument)
 
 
@@ -171,8 +182,13 @@ def read_document(text: str, kind: type[DocumentT]) -> DocumentT:
         raise DocumentError("", f"This is not YAML: {error}") from error
     if not isinstance(raw, dict):
         raise DocumentError("", "The document must be a mapping with sections like 'tiers' and 'tenants'.")
+    return read_part(raw, kind)
+
+
+def read_part(raw: Mapping[str, Any], kind: type[PartT], *, strict: bool = True) -> PartT:
+    """`raw` as a part of a document; not `strict`, text may stand for numbers. Raises DocumentError."""
     try:
-        return msgspec.convert(raw, kind)
+        return msgspec.convert(raw, kind, strict=strict)
     except msgspec.ValidationError as error:
         raise _explain(str(error), raw) from error
 

@@ -1,6 +1,6 @@
 """Who is asking, what they may use, what they used."""
 
-from .api_key import ApiKey, Scope
+from .api_key import ApiKey, KeySecret, Scope
 from .append_only import AppendOnlyError
 from .audit import AuditEvent
 from .budget import BudgetAccount, BudgetAlert, BudgetLease
@@ -20,6 +20,7 @@ __all__ = [
     "BudgetLease",
     "Change",
     "Configured",
+    "KeySecret",
     "Limit",
     "Membership",
     "Price",

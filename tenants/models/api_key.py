@@ -1,13 +1,15 @@
-"""API keys. The secret itself is never stored: see `tenants/keys.py`."""
+"""API keys and their secrets. What a secret consists of is never stored: see `tenants/keys.py`."""
 
 from __future__ import annotations
 
 import ipaddress
-from typing import Any
+from typing import Any, ClassVar
 
+from django.conf import settings
 from django.core.exceptions import ValidationError
 from django.db.models import (
     CASCADE,
+    SET_NULL,
     CharField,
     DateTimeField,
     ForeignKey,
@@ -18,6 +20,7 @@ from django.db.models import (
     UniqueConstraint,
 )
 
+from ..scoping import TenantOwned
 from .change import Configured
 from .tenant import Tenant
 from .tier import NAME_HELP, valid_name
@@ -67,20 +70,20 @@ def valid_addresses(value: Any) -> None:
             raise ValidationError(f"{entry!r} is not an address or network (like 10.1.0.0/16).") from error
 
 
-class ApiKey(Configured):
-    """A key of a tenant: `lookup` finds the row, `digest` proves the rest."""
+class ApiKey(Configured, TenantOwned):
+    """A key of a tenant: a name, rights and limits, which stay what they are when its secret is rotated.
+
+    `owner` is the member whose key it is; without one it is the tenant's.
+    """
 
     tenant = ForeignKey(Tenant, on_delete=CASCADE, related_name="keys")
     name = CharField(max_length=64, validators=[valid_name], help_text=NAME_HELP)
-    lookup = CharField(max_length=32, unique=True, editable=False)
-    digest = CharField(max_length=64, editable=False)
-    pepper_version = PositiveSmallIntegerField(editable=False)
+    owner = ForeignKey(settings.AUTH_USER_MODEL, on_delete=SET_NULL, related_name="api_keys", null=True, blank=True)
     scopes = JSONField(default=default_scopes, validators=[valid_scopes])
     models = JSONField(default=all_models, validators=[valid_models])
     allowed_ips = JSONField(default=list, blank=True, validators=[valid_addresses])
     expires_at = DateTimeField(null=True, blank=True)
     revoked_at = DateTimeField(null=True, blank=True)
-    last_used_at = DateTimeField(null=True, blank=True, editable=False)
     created_at = DateTimeField(auto_now_add=True)
 
     class Meta:
@@ -95,4 +98,32 @@ class ApiKey(Configured):
         ]
 
     def __str__(self) -> str:
-        return f"{self.name} (sk-{self.lookup}…)"
+        return f"{self.tenant.slug}/{self.name}"
+
+
+class KeySecret(Configured, TenantOwned):
+    """One secret of a key: `lookup` finds the row, `digest` proves the rest.
+
+    A key has several in the course of its life; one that was rotated out is good until `valid_until`.
+    """
+
+    tenant_path: ClassVar[str] = "key__tenant_id"
+
+    key = ForeignKey(ApiKey, on_delete=CASCADE, related_name="secrets")
+    lookup = CharField(max_length=32, unique=True, editable=False)
+    digest = CharField(max_length=64, editable=False)
+    pepper_version = PositiveSmallIntegerField(editable=False)
+    created_at = DateTimeField(auto_now_add=True)
+    valid_until = DateTimeField(null=True, blank=True)
+    last_used_at = DateTimeField(null=True, blank=True, editable=False)
+
+    class Meta:
+        ordering = ["-id"]
+
+    @property
+    def prefix(self) -> str:
+        """What may be shown of it, so that people can tell secrets apart."""
+        return f"sk-{self.lookup}…"
+
+    def __str__(self) -> str:
+        return self.prefix

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from django.conf import settings
@@ -10,6 +10,7 @@ from django.core.exceptions import ValidationError
 from django.db import models
 from django.db.models import Q
 
+from ..scoping import TenantOwned
 from .change import Configured
 from .tier import NAME_HELP, Tier, valid_name
 
@@ -21,8 +22,10 @@ def valid_timezone(name: str) -> None:
         raise ValidationError(f"{name!r} is not a time zone; use a name like Europe/Berlin.") from error
 
 
-class Tenant(Configured):
+class Tenant(Configured, TenantOwned):
     """A customer: everything it owns is found through it. Budget periods follow its time zone."""
+
+    tenant_path: ClassVar[str] = "pk"
 
     class State(models.TextChoices):
         ACTIVE = "active"
@@ -42,7 +45,7 @@ class Tenant(Configured):
         return self.slug
 
 
-class Membership(models.Model):
+class Membership(TenantOwned):
     """What a user may do. Operators and finance work for the installation, owners and developers for one tenant."""
 
     class Role(models.TextChoices):
@@ -53,6 +56,7 @@ class Membership(models.Model):
 
     TENANT_ROLES: ClassVar = (Role.OWNER, Role.DEVELOPER)
 
+    objects: ClassVar[models.Manager[Self]] = models.Manager()
     user = models.ForeignKey(settings.AUTH_USER_MODEL, on_delete=models.CASCADE, related_name="memberships")
     tenant = models.ForeignKey(Tenant, on_delete=models.CASCADE, related_name="memberships", null=True, blank=True)
     role = models.CharField(max_length=16, choices=Role.choices)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from django.db import models
 
+from ..scoping import TenantOwned
 from .append_only import AppendOnly
 from .fields import MoneyField
 from .price import Price
 
 
-class UsageRecord(AppendOnly):
+class UsageRecord(AppendOnly, TenantOwned):  # type: ignore[misc]  # two managers, of which `objects` is the default
     """One attempt of one request that reached an engine. Names are copied, so that a row outlives what it names.
 
     Token counts are the engine's own. Times are in seconds, instants in UTC. `charge` is None when no price applied.

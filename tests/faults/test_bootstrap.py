@@ -15,7 +15,7 @@ from django.db import OperationalError
 from harness_web import bootstrap
 from harness_web.bootstrap import Demo, UpError
 from scheduler.models import Deployment
-from tenants.models import ApiKey, Tier
+from tenants.models import ApiKey, KeySecret, Tier
 
 
 @pytest.fixture
@@ -116,11 +116,11 @@ class TestSeed:
         deployment = Deployment.objects.get(model="demo")
         deployment.options |= {"max_seqs": 7}
         deployment.save()
-        before = list(ApiKey.objects.values_list("lookup", flat=True))
+        before = list(KeySecret.objects.values_list("lookup", flat=True))
         bootstrap.seed(Demo(engine="simulated"), tmp_path, said.append)
         bootstrap.seed(Demo(), tmp_path, said.append)
         assert options_of_demo()["max_seqs"] == 7
-        assert list(ApiKey.objects.values_list("lookup", flat=True)) == before
+        assert list(KeySecret.objects.values_list("lookup", flat=True)) == before
 
     def test_another_engine_changes_only_the_demo_deployment(self, tmp_path: Path, said: list[str]) -> None:
         bootstrap.seed(Demo(engine="simulated"), tmp_path, said.append)

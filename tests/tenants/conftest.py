@@ -10,7 +10,7 @@ import pytest
 
 from tenants import keys
 from tenants.database import DatabaseThread
-from tenants.models import ApiKey, Tenant, Tier
+from tenants.models import ApiKey, KeySecret, Tenant, Tier
 
 
 class Clock:
@@ -29,17 +29,21 @@ class Clock:
 @dataclass(frozen=True)
 class Issued:
     key: ApiKey
+    secret: KeySecret
     token: str
 
 
-def issue(tenant: Tenant, name: str = "prod", **fields: Any) -> Issued:
+def issue(tenant: Tenant, name: str = "prod", token: str = "", **fields: Any) -> Issued:
     """A key of `tenant` in the database, with its secret."""
-    new = keys.mint()
-    key = ApiKey(tenant=tenant, name=name, lookup=new.lookup, digest=new.digest, pepper_version=new.pepper_version)
-    for field, value in fields.items():
-        setattr(key, field, value)
-    key.save()
-    return Issued(key, new.token)
+    key = ApiKey.objects.create(tenant=tenant, name=name, **fields)
+    return add_secret(key, token)
+
+
+def add_secret(key: ApiKey, token: str = "", **fields: Any) -> Issued:
+    """Another secret of `key`."""
+    token = token or keys.mint().token
+    made = {"lookup": keys.lookup_of(token), "digest": keys.digest(token, 1), "pepper_version": 1}
+    return Issued(key, KeySecret.objects.create(key=key, **made, **fields), token)
 
 
 def make_tenant(slug: str = "acme", tier: str = "vip", **fields: Any) -> Tenant:

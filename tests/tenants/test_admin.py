@@ -17,7 +17,7 @@ from scheduler.models import Deployment, PolicyVersion
 from tenants import keys
 from tenants.changes import current_version
 from tenants.ledger import record_usage
-from tenants.models import ApiKey, AuditEvent, Limit, Tenant, Tier, UsageRecord
+from tenants.models import ApiKey, AuditEvent, KeySecret, Limit, Tenant, Tier, UsageRecord
 
 from .conftest import issue
 from .test_ledger import ROW
@@ -53,13 +53,13 @@ def test_a_new_key_is_shown_once_and_never_again(browser: Client, acme: Tenant) 
     form = {"tenant": acme.pk, "name": "prod", "scopes": ["inference", "usage"], "models": '["*"]', "allowed_ips": "[]"}
     created = browser.post(page(ApiKey, "add"), form, follow=True)
     (token,) = set(re.findall(r"sk-[0-9A-Za-z]{61}", created.content.decode()))
-    key = ApiKey.objects.get()
-    assert key.digest == keys.digest(token, key.pepper_version) and key.scopes == ["inference", "usage"]
+    key, secret = ApiKey.objects.get(), KeySecret.objects.get()
+    assert secret.digest == keys.digest(token, secret.pepper_version) and key.scopes == ["inference", "usage"]
     for url in (page(ApiKey, "changelist"), page(ApiKey, "change", key.pk), page(AuditEvent, "changelist")):
         text = browser.get(url).content.decode()
-        assert token not in text and key.digest not in text
+        assert token not in text and secret.digest not in text
     audit = json.dumps(list(AuditEvent.objects.values("target", "before", "after")))
-    assert token not in audit and key.digest not in audit
+    assert token not in audit and secret.digest not in audit
 
 
 def test_a_key_is_revoked_by_an_action_and_the_deed_is_on_record(browser: Client, acme: Tenant) -> None:

@@ -23,7 +23,7 @@ from tenants.apply import Result
 from tenants.changes import beat, current_version
 from tenants.documents import DocumentError
 from tenants.ledger import record_usage
-from tenants.models import ApiKey, AuditEvent, Limit, Price, Tenant, Tier
+from tenants.models import ApiKey, AuditEvent, KeySecret, Limit, Price, Tenant, Tier
 
 from .test_ledger import ROW
 
@@ -111,7 +111,7 @@ def test_the_first_run_is_one_change_and_one_policy_version(example: Result) -> 
 def test_the_secrets_are_handed_out_once_and_prove_the_keys(example: Result) -> None:
     assert [(key["tenant"], key["name"]) for key in example.keys] == [("acme", "prod"), ("acme", "ops")]
     for issued in example.keys:
-        stored = ApiKey.objects.get(lookup=keys.lookup_of(issued["key"]))
+        stored = KeySecret.objects.get(lookup=keys.lookup_of(issued["key"]))
         assert stored.digest == keys.digest(issued["key"], stored.pepper_version)
 
 
@@ -125,7 +125,7 @@ def test_a_second_run_changes_nothing_and_shows_no_secret(example: Result) -> No
 def test_no_secret_is_in_the_audit_log_or_a_representation(example: Result) -> None:
     audit = json.dumps(list(AuditEvent.objects.values("target", "before", "after")))
     for issued in example.keys:
-        digest = ApiKey.objects.get(lookup=keys.lookup_of(issued["key"])).digest
+        digest = KeySecret.objects.get(lookup=keys.lookup_of(issued["key"])).digest
         assert issued["key"] not in audit and digest not in audit
         assert issued["key"] not in repr(example)
 

@@ -21,7 +21,7 @@ from tenants.changes import (
     wait_acknowledged,
 )
 from tenants.database import DatabaseThread
-from tenants.models import Limit, Membership, ProcessHeartbeat, Tenant, Tier
+from tenants.models import KeySecret, Limit, Membership, ProcessHeartbeat, Tenant, Tier
 
 from .conftest import Clock, issue, make_tenant
 
@@ -224,7 +224,7 @@ async def test_a_poller_that_stops_is_not_waited_for(database: DatabaseThread) -
 
 
 def test_noting_the_use_of_a_key_is_no_change(acme: Tenant) -> None:
-    key = issue(acme).key
+    secret = issue(acme).secret
     before = current_version()
-    type(key).objects.get_queryset().filter(pk=key.pk).touch(last_used_at=timezone.now())
+    KeySecret.objects.get_queryset().filter(pk=secret.pk).touch(last_used_at=timezone.now())
     assert current_version() == before
