@@ -180,10 +180,14 @@ ACCOUNT_LOGIN_METHODS = {"username"}
 ACCOUNT_SIGNUP_FIELDS = ["username*", "password1*", "password2*"]
 ACCOUNT_EMAIL_VERIFICATION = "none"
 
-# --- management API: keys with scopes, the same error envelope as /v1, documented without loading anything from afar --
+# --- management API: keys and sessions, the error envelope of /v1, documented without loading anything from afar -----
 REST_FRAMEWORK = {
-    "DEFAULT_AUTHENTICATION_CLASSES": ["harness_web.api.authentication.KeyAuthentication"],
-    "DEFAULT_PERMISSION_CLASSES": ["tenants.api.permissions.HasScope"],
+    "DEFAULT_AUTHENTICATION_CLASSES": [
+        "harness_web.api.authentication.KeyAuthentication",
+        "harness_web.api.authentication.SessionCaller",
+    ],
+    "DEFAULT_PERMISSION_CLASSES": ["tenants.api.permissions.IsAdmitted"],
+    "DEFAULT_METADATA_CLASS": None,
     "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
     "DEFAULT_PARSER_CLASSES": ["rest_framework.parsers.JSONParser"],
     "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
@@ -192,6 +196,9 @@ REST_FRAMEWORK = {
 SPECTACULAR_SETTINGS = {
     "TITLE": "Harness management API",
     "VERSION": "1",
+    "OAS_VERSION": "3.1.0",
+    "SCHEMA_PATH_PREFIX": "/api/v1",
+    "POSTPROCESSING_HOOKS": ["harness_web.api.schema.document_errors"],
     "SERVE_INCLUDE_SCHEMA": False,
     "SERVE_AUTHENTICATION": [],
     "SERVE_PERMISSIONS": ["rest_framework.permissions.AllowAny"],

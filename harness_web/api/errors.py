@@ -8,9 +8,11 @@ import structlog
 from django.http import Http404, HttpResponse
 from rest_framework import exceptions
 
+from harness_web.openai.access import CHALLENGE, INVALID_KEY
 from harness_web.openai.errors import ApiError, envelope, error_headers
-from scheduler.api.errors import Conflict
 from scheduler.gateway import GatewayUnavailable
+from tenants.api.errors import Conflict
+from tenants.documents import DocumentError
 
 log = structlog.get_logger(__name__)
 
@@ -18,6 +20,7 @@ REASONS: dict[type[Exception], str] = {
     Http404: "not_found",
     exceptions.NotFound: "not_found",
     exceptions.PermissionDenied: "missing_scope",
+    exceptions.NotAcceptable: "not_acceptable",
     exceptions.MethodNotAllowed: "method_not_allowed",
     exceptions.ParseError: "invalid_json",
     exceptions.UnsupportedMediaType: "unsupported_media_type",
@@ -42,8 +45,12 @@ def answer_error(error: ApiError) -> HttpResponse:
 def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, exceptions.NotAuthenticated):
+        return ApiError("invalid_key", INVALID_KEY, headers=(CHALLENGE,))
     if isinstance(error, exceptions.ValidationError):
         return _invalid(error)
+    if isinstance(error, DocumentError):
+        return ApiError("invalid_value", error.message, param=error.path or None)
     reason = REASONS.get(type(error))
     if reason is None:
         log.error("management_request_failed", exc_info=error)
@@ -65,6 +72,6 @@ def _invalid(error: exceptions.ValidationError) -> ApiError:
 
 
 def _sentence(error: Exception) -> str:
-    if isinstance(error, exceptions.PermissionDenied):
-        return "This key does not have the scope that is needed here."
+    if isinstance(error, exceptions.PermissionDenied) and error.detail == exceptions.PermissionDenied.default_detail:
+        return "Neither this key's scopes nor your role admit you here."
     return str(error) or "There is nothing here."

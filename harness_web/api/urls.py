@@ -19,6 +19,7 @@ def unknown(request: HttpRequest) -> HttpResponse:
 urlpatterns: list[URLPattern | URLResolver] = [
     path("schema/", SpectacularAPIView.as_view(), name="schema"),
     path("docs/", SpectacularSwaggerSplitView.as_view(url_name="schema"), name="docs"),
+    path("v1/", include("tenants.api.urls")),
     path("v1/", include("scheduler.api.urls")),
     re_path("", unknown),
 ]

@@ -58,6 +58,7 @@ TABLE: dict[str, Shape] = {
     "not_found": Shape(404, INVALID, "not_found"),
     "model_not_served": Shape(404, INVALID, "model_not_found"),
     "method_not_allowed": Shape(405, INVALID, "method_not_allowed"),
+    "not_acceptable": Shape(406, INVALID, "not_acceptable"),
     "request_timeout": Shape(408, INVALID, "request_timeout", retry=True),
     "body_too_large": Shape(413, INVALID, "request_body_too_large"),
     "unsupported_media_type": Shape(415, INVALID, "unsupported_media_type"),

@@ -14,9 +14,10 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from scheduler import dead_letters
-from scheduler.api.errors import Conflict
 from scheduler.api.process import ask
 from scheduler.models import DeadLetter
+from tenants.api.errors import Conflict
+from tenants.api.permissions import OPERATORS
 
 PAGE, LARGEST_PAGE = 50, 200
 
@@ -72,7 +73,7 @@ class QuerySerializer(serializers.Serializer[dict[str, Any]]):
 class DeadLettersView(APIView):
     """Requests that died of us, the newest first."""
 
-    required_scope = "admin"
+    admits = OPERATORS
 
     @extend_schema(  # type: ignore[untyped-decorator]
         operation_id="dead_letters", parameters=[QuerySerializer], responses=DeadLetterPageSerializer
@@ -91,7 +92,7 @@ class DeadLettersView(APIView):
 class RetryView(APIView):
     """Run the request of a letter again, in the background and under a new id."""
 
-    required_scope = "admin"
+    admits = OPERATORS
 
     @extend_schema(operation_id="retry_dead_letter", request=None, responses={202: RetrySerializer})  # type: ignore[untyped-decorator]
     def post(self, request: Request, letter_id: int) -> Response:
@@ -105,7 +106,7 @@ class RetryView(APIView):
 class DiscardView(APIView):
     """Put a letter away: it will not be retried, and what was asked is forgotten."""
 
-    required_scope = "admin"
+    admits = OPERATORS
 
     @extend_schema(operation_id="discard_dead_letter", request=None, responses={204: None})  # type: ignore[untyped-decorator]
     def post(self, request: Request, letter_id: int) -> Response:

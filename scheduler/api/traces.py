@@ -9,11 +9,11 @@ from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
-from rest_framework.views import APIView
 
 from scheduler.api.process import find
 from scheduler.gateway import GatewayUnavailable
-from tenants.auth import Principal
+from tenants.api.base import TenancyView
+from tenants.api.permissions import READERS
 from tenants.models import UsageRecord
 
 
@@ -67,20 +67,18 @@ class TraceSerializer(serializers.Serializer[dict[str, Any]]):
     ledger = LedgerSerializer(allow_null=True)
 
 
-class TraceView(APIView):
+class TraceView(TenancyView):
     """What was decided about a request, by the `x-request-id` of its answer. A tenant sees its own."""
 
-    required_scope = ("admin", "usage")
+    admits = READERS
 
     @extend_schema(operation_id="request_trace", responses=TraceSerializer)  # type: ignore[untyped-decorator]
     def get(self, request: Request, request_id: str) -> Response:
-        principal = request.auth
-        assert isinstance(principal, Principal)  # the permission has seen to it
-        sees_all = principal.has_scope("admin")
-        trace = _trace(request, request_id, redacted=not sees_all)
-        record = UsageRecord.objects.filter(request_id=request_id).order_by("-attempt").first()
-        owner = trace.pop("tenant") if trace is not None else record.tenant_id if record is not None else None
-        if owner is None or not (sees_all or owner == principal.tenant_id):
+        trace = _trace(request, request_id, redacted=not self.caller.operates)
+        record = self.usage().filter(request_id=request_id).order_by("-attempt").first()
+        if trace is not None and not self.caller.sees_all_of(trace.pop("tenant")) and record is None:
+            trace = None
+        if trace is None and record is None:
             raise Http404("There is no such request.")
         ledger = None if record is None else LedgerSerializer(record).data
         if trace is not None:

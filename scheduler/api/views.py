@@ -11,6 +11,7 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from scheduler.engines.simulated import read_record
+from tenants.api.permissions import OPERATORS
 
 
 class SimulatedRequestSerializer(serializers.Serializer[dict[str, object]]):
@@ -33,7 +34,7 @@ class SimulatedRequestSerializer(serializers.Serializer[dict[str, object]]):
 class SimulatedRequestView(APIView):
     """What the simulated engine did with a request, by the `x-request-id` of its answer."""
 
-    required_scope = "admin"
+    admits = OPERATORS
 
     @extend_schema(responses=SimulatedRequestSerializer, operation_id="simulated_request")  # type: ignore[untyped-decorator]
     def get(self, request: Request, request_id: str) -> Response:

@@ -1,4 +1,4 @@
-"""What can be wrong with a call of the scheduling API, beyond what the framework knows."""
+"""What can be wrong with a call of the management API, beyond what the framework knows."""
 
 from __future__ import annotations
 

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from django.urls import path
+
+from tenants.api.audit import AuditCsvView, AuditJsonView, AuditView
+from tenants.api.keys import EnableKeyView, KeysView, KeyView, RevokeKeyView, RotateKeyView
+from tenants.api.tenants import MembershipsView, TenantsView, TenantView
+from tenants.api.tiers import TiersView, TierView
+
+urlpatterns = [
+    path("tenants", TenantsView.as_view(), name="tenants"),
+    path("tenants/<str:slug>", TenantView.as_view(), name="tenant"),
+    path("memberships", MembershipsView.as_view(), name="memberships"),
+    path("tiers", TiersView.as_view(), name="tiers"),
+    path("tiers/<str:name>", TierView.as_view(), name="tier"),
+    path("keys", KeysView.as_view(), name="keys"),
+    path("keys/<int:key_id>", KeyView.as_view(), name="key"),
+    path("keys/<int:key_id>/rotate", RotateKeyView.as_view(), name="rotate-key"),
+    path("keys/<int:key_id>/revoke", RevokeKeyView.as_view(), name="revoke-key"),
+    path("keys/<int:key_id>/enable", EnableKeyView.as_view(), name="enable-key"),
+    path("audit", AuditView.as_view(), name="audit"),
+    path("audit/export.json", AuditJsonView.as_view(), name="audit-json"),
+    path("audit/export.csv", AuditCsvView.as_view(), name="audit-csv"),
+]
