@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
@@ -57,7 +57,7 @@ def unpack(payload: str, request_id: str) -> Submit:
     document: dict[str, Any] = msgspec.json.decode(payload)
     caller, sampling = document["caller"], document["sampling"]
     limits = tuple(LimitSpec(**limit) for limit in caller["limits"])
-    budgets = tuple(BudgetSpec(**budget | {"alerts": tuple(budget["alerts"])}) for budget in caller["budgets"])
+    budgets = tuple(BudgetSpec(**budget | {"alerts": tuple(budget["alerts"])}) for budget in caller.get("budgets", ()))
     document["caller"] = Caller(**caller | {"limits": limits, "budgets": budgets})
     bias = {int(token): value for token, value in sampling["logit_bias"].items()}
     document["sampling"] = SamplingSpec(**sampling | {"logit_bias": bias, "stop": tuple(sampling["stop"])})
@@ -95,6 +95,13 @@ def reopen(letter_id: int, message: str) -> None:
     DeadLetter.objects.filter(pk=letter_id, state=DeadLetter.State.RETRIED).update(
         state=DeadLetter.State.OPEN, message=message
     )
+
+
+def reopen_interrupted(models: Collection[str]) -> int:
+    """Open what was being retried when the process died that serves these models. Answers how many."""
+    retried = DeadLetter.objects.filter(state=DeadLetter.State.RETRIED, answer="", model__in=models)
+    message = "The scheduler stopped during the retry; the usage record of its request tells how far it came."
+    return retried.exclude(payload="").update(state=DeadLetter.State.OPEN, message=message)
 
 
 def discard(letter_id: int) -> bool:

@@ -5,7 +5,7 @@
 
 A retry is a request like any other of its caller and model, with a new id and nobody who listens. It is billed, so
 that its answer is stored with the letter. A retry that fails opens its letter again and makes none of its own; if this
-process dies under a retry, its letter stays `retried` and the ledger tells how that ended.
+process dies under a retry, its successor opens the letter.
 """
 
 from __future__ import annotations

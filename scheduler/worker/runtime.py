@@ -1,7 +1,8 @@
 """The scheduler process: staged start, configuration that follows the database, staged stop.
 
     start   one process per name (a lock) → engines left over are ended → epoch from the database →
-            books of this epoch, books of earlier ones closed → configuration → pools → listener
+            books of this epoch, books of earlier ones closed → configuration → pools → letters whose retry was
+            interrupted are opened → listener
     stop    Goodbye, nothing new → pools drain → what is billed goes to the database → listener, lease, files
 
 Every task here has an owner that hears it die: the process then stops, and its supervisor starts it anew.
@@ -21,7 +22,7 @@ from typing import Any
 
 import structlog
 
-from scheduler import engine_processes, ownership
+from scheduler import dead_letters, engine_processes, ownership
 from scheduler.clock import Clock, RealClock
 from scheduler.core.admission import Admission
 from scheduler.core.budgets import AccountKey
@@ -146,6 +147,7 @@ class Runtime:
         self._make_front()
         await self._recover(epoch)
         await self._follow_configuration()
+        await self._database.run(dead_letters.reopen_interrupted, list(self.pools))
         self._server = await serve(
             options.address, self._converse, welcome=self._welcome, transport=self._transport, clock=self._clock
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import OperationalError
 
 from scheduler import dead_letters
-from scheduler.gateway import SamplingSpec
+from scheduler.gateway import Caller, SamplingSpec, Submit
 from scheduler.models import DeadLetter
 from tenants.models import UsageRecord
 
@@ -120,6 +121,33 @@ async def test_a_retry_that_dies_opens_its_letter_again_and_makes_no_other(start
         assert row.state == "open"
         assert "did not finish" in row.message
         assert await DeadLetter.objects.acount() == 1
+
+
+async def test_a_letter_whose_retry_the_process_did_not_survive_is_open_again(start):
+    async with start() as product:
+        await product.ready()
+        await died_waiting(product)
+        row = await letter(product)
+        other = await DeadLetter.objects.aget(pk=row.pk)
+        other.pk, other.model = None, "elsewhere"
+        await other.asave()
+        for one in (row, other):
+            await sync_to_async(dead_letters.claim)(one.pk, "died-with-it")
+    async with start() as product:
+        await product.ready()
+        row = await DeadLetter.objects.aget(pk=row.pk)
+        assert (row.state, "scheduler stopped" in row.message) == ("open", True)
+        assert (await DeadLetter.objects.aget(pk=other.pk)).state == "retried", "another process serves that model"
+        _, row = await retried(product, row)
+        assert (row.state, json.loads(row.answer)["completion_tokens"]) == ("retried", 4)
+
+
+async def test_a_letter_of_before_budgets_can_be_read():
+    caller, said = Caller("1", "acme", "7", "vip"), ({"role": "user", "content": "x"},)
+    submit = Submit("a", 1, 0.0, caller, "demo", said, SamplingSpec(), stream=False)
+    document = json.loads(dead_letters.pack(submit))
+    del document["caller"]["budgets"]
+    assert dead_letters.unpack(json.dumps(document), "b") == msgspec.structs.replace(submit, id="b")
 
 
 async def test_a_letter_is_retried_once_and_an_unknown_one_not_at_all(start):
