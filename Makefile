@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help run test setup lint bench bench-scheduling clean lock
+.PHONY: help run test setup lint bench bench-scheduling bench-replays clean lock
 
 PYTHON_BIN := .venv/bin/python
 # Options for what the target starts, as in: make run ARGS="--port 9000 --engine simulated"
@@ -28,6 +28,9 @@ bench: setup ## side-by-side measurements, about two minutes; each prints a tabl
 
 bench-scheduling: setup ## policies on the real engine, vLLM alone beside them: about two hours (ARGS="--blocks 4 --seconds 15")
 	@$(PYTHON_BIN) -m benchmarks.scheduling $(ARGS)
+
+bench-replays: setup ## policies in virtual time, half an hour to an hour (ARGS="--traces DIR --only headline --docs")
+	@$(PYTHON_BIN) -m benchmarks.replays $(ARGS)
 
 clean: ## remove the environment and every cache (the data directory stays)
 	@rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage htmlcov

@@ -192,6 +192,7 @@ def _speed_up(curve: EngineCurve) -> go.Figure:
             "side": "right",
             "tickformat": ".0%",
             "range": [0, 1.03],
+            "dtick": 0.2,
             "showgrid": False,
         },
     )

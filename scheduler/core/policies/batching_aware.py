@@ -434,8 +434,10 @@ class BatchingAware(Policy):
         )
 
     def _headroom(self, tier: TierSpec, due: bool) -> float:
-        """The part of memory that the tier leaves free. What is due in a middle rank may have the best rank's room:
-        headroom is kept from those that can wait."""
+        """The part of memory that the tier leaves free.
+
+        What is due in a middle rank may have the best rank's room: headroom is kept from those that can wait.
+        """
         return self._ranked[0].headroom if due and tier.rank < self._worst else tier.headroom
 
     def _victim(self, request: Request, tier: TierSpec, now: float) -> Request | None:
