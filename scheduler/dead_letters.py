@@ -66,8 +66,11 @@ def unpack(payload: str, request_id: str) -> Submit:
 
 
 def write(letters: Sequence[Letter]) -> None:
-    """Add letters and forget the oldest beyond KEPT."""
-    DeadLetter.objects.bulk_create([DeadLetter(**asdict(letter)) for letter in letters])
+    """Add letters and forget the oldest beyond KEPT. One that is there already is left: a write may be repeated."""
+    ids = [letter.request_id for letter in letters]
+    known = set(DeadLetter.objects.filter(request_id__in=ids).values_list("request_id", flat=True))
+    fresh = [letter for letter in letters if letter.request_id not in known]
+    DeadLetter.objects.bulk_create([DeadLetter(**asdict(letter)) for letter in fresh])
     newest = DeadLetter.objects.aggregate(newest=Max("pk"))["newest"] or 0
     DeadLetter.objects.filter(pk__lte=newest - KEPT).delete()
 

@@ -184,7 +184,20 @@ async def test_letters_wait_for_a_database_that_is_away(start, monkeypatch):
         await product.ready()
         await died_waiting(product)
         await letter(product)
-    assert len(tries) == 3
+    assert len(tries) >= 3
+    assert await DeadLetter.objects.acount() == 1, "a write that the end of the process cuts short is repeated"
+
+
+async def test_a_letter_that_is_written_again_is_there_once(start, monkeypatch):
+    async with start() as product:
+        await product.ready()
+        put = []
+        write = dead_letters.write
+        monkeypatch.setattr(dead_letters, "write", lambda letters: (put.append(letters), write(letters)))
+        await died_waiting(product)
+        await letter(product)
+        await sync_to_async(write)(put[0])
+        assert await DeadLetter.objects.acount() == 1
 
 
 async def test_only_the_newest_letters_are_kept(start, monkeypatch):

@@ -18,6 +18,8 @@ from scheduler.worker.gpus import Gpus
 from scheduler.worker.spool import SpoolError
 from tenants.models import Tier, UsageRecord
 
+from .conftest import limit
+
 pytestmark = pytest.mark.usefixtures("demo")
 
 
@@ -167,3 +169,25 @@ def test_gpus_are_read_where_there_is_a_driver(monkeypatch):
         monkeypatch.setattr(pynvml, name, lambda *_, answer=answer: answer)
     (row,) = Gpus().read()
     assert (row.name, row.utilisation, row.memory_used, row.memory_total) == ("NVIDIA H200", 0.5, 5, 10)
+
+
+@pytest.mark.parametrize("step", [3600.0, -3600.0])
+async def test_a_wall_clock_that_steps_changes_no_decision_and_reorders_nothing(start, monkeypatch, step):
+    """Deadlines, waits and rates are on a monotonic clock; what is written down is relative to the arrival."""
+    async with start() as product:
+        await product.ready()
+        running = [product.submit(max_tokens=100) for _ in range(4)]
+        await product.until(lambda: all(len(answer.events) > 1 for answer in running))
+        waiting = product.submit(max_tokens=4, limits=(limit("rpm", 1),))
+        await product.until(lambda: waiting.kinds() == ["Accepted"])
+        wall = product.runtime.services.wall
+        monkeypatch.setattr(product.runtime.services, "wall", lambda: wall() + step)
+        refused = product.submit(limits=(limit("rpm", 1),))
+        await product.until(lambda: waiting.done() and refused.done() and all(answer.done() for answer in running))
+        assert [type(answer.last) for answer in (waiting, *running)] == [Done] * 5
+        assert 50.0 < refused.last.retry_after < 62.0
+        await product.settled()
+        async for row in UsageRecord.objects.all():
+            assert row.arrived_at <= row.dispatched_at <= row.first_token_at <= row.ended_at
+            assert (row.ended_at - row.arrived_at).total_seconds() < 60.0
+        product.assert_nothing_is_held()
