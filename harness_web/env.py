@@ -16,6 +16,7 @@ BASE_DIR = Path(__file__).resolve().parent.parent
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_FORMATS = ("auto", "json", "console")
 
+DURABILITIES = ("process", "power-loss")
 
 class EnvError(Exception):
     """A variable holds something that cannot be meant."""
@@ -35,6 +36,7 @@ class Env:
     engine: str | None  # engine of the seeded demo deployment; None: not said
     model: str | None
     log_level: str
+    durability: str  # what usage survives: the death of any process, or a power cut too
     log_format: str  # auto: console on a terminal, JSON elsewhere
     debug: bool
     process: str  # name of this process in heartbeats and logs, set by `harness up`
@@ -75,6 +77,9 @@ def read(environ: Mapping[str, str] | None = None) -> Env:
         redis_url=redis_url,
         secret_key=env.get("HARNESS_SECRET_KEY") or None,
         allowed_hosts=_list(env.get("HARNESS_ALLOWED_HOSTS") or "127.0.0.1,localhost,[::1]"),
+    durability = (env.get("HARNESS_DURABILITY") or "process").lower()
+    if durability not in DURABILITIES:
+        raise EnvError(f"HARNESS_DURABILITY={durability!r} is not one of {', '.join(DURABILITIES)}.")
         trusted_proxies=_list(env.get("HARNESS_TRUSTED_PROXIES", "")),
         csrf_trusted_origins=_list(env.get("HARNESS_CSRF_TRUSTED_ORIGINS", "")),
         engine=env.get("HARNESS_ENGINE") or None,
@@ -91,6 +96,7 @@ def child_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
+        durability=durability,
 def secret_file(path: Path, size: int = 32) -> bytes:
     """The secret in `path`, created once with O_EXCL and mode 0600; two processes that race get the same bytes.
 

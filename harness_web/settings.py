@@ -25,6 +25,7 @@ HARNESS_MODELS_DIR = HARNESS_DATA_DIR / "models"
 HARNESS_PROCESS = ENV.process
 HARNESS_TRUSTED_PROXIES = ENV.trusted_proxies
 HARNESS_ENGINE = ENV.engine
+HARNESS_POWER_LOSS = ENV.durability == "power-loss"
 HARNESS_MODEL = ENV.model
 
 # --- security -------------------------------------------------------------------------------------------------------
@@ -131,7 +132,9 @@ if _database["ENGINE"].endswith("sqlite3"):
     _database["OPTIONS"] = {
         "transaction_mode": "IMMEDIATE",
         "timeout": 30,
-        "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA foreign_keys=ON;",
+        # What the spool takes for stored must survive whatever the spool survives.
+        "init_command": "PRAGMA journal_mode=WAL; PRAGMA foreign_keys=ON; "
+        f"PRAGMA synchronous={'FULL' if HARNESS_POWER_LOSS else 'NORMAL'};",
     }
     # Tests use a file too: threads see the same database, with the locking of the real one.
     _database["TEST"] = {"NAME": HARNESS_DATA_DIR / "test.sqlite3"}

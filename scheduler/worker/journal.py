@@ -36,13 +36,19 @@ Entry = tuple[int, Progress]  # the intent's serial and its progress
 
 
 class Journal:
-    """The one writer of a journal file. Serials start at 1; 0 is nobody's."""
+    """The one writer of a journal file. Serials start at 1; 0 is nobody's.
 
-    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
+    `power_loss`: an append also survives a power cut. It then waits for the disk.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES, power_loss: bool = False) -> None:
         self.path = path
         self._max_bytes = max_bytes
+        self._power_loss = power_loss
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._fd).st_size
+        if power_loss:
+            _sync_folder(path.parent)
 
     @property
     def is_long(self) -> bool:
@@ -56,6 +62,8 @@ class Journal:
             if written != len(data):
                 os.ftruncate(self._fd, self._size)
                 raise JournalError(f"{self.path.name}: the disk took {written} of {len(data)} bytes")
+            if self._power_loss:
+                os.fdatasync(self._fd)
         except OSError as error:
             raise JournalError(f"{self.path.name}: {error.strerror}") from error
         self._size += len(data)
@@ -75,7 +83,11 @@ class Journal:
         try:
             if os.write(fd, data) != len(data):
                 raise JournalError(f"{scratch.name}: the disk is full")
+            if self._power_loss:
+                os.fsync(fd)
             scratch.replace(self.path)
+            if self._power_loss:
+                _sync_folder(self.path.parent)
         except (OSError, JournalError) as error:
             os.close(fd)
             raise JournalError(str(error)) from error
@@ -84,6 +96,15 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in it survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _encode(entries: Iterable[Entry]) -> bytes:

@@ -167,7 +167,8 @@ class Runtime:
         options, clock, admission = self._options, self._clock, Admission()
         files = EpochFiles(options.spool_dir, options.name, epoch)
         spool = Spool(files.spool, power_loss=options.power_loss)
-        settlement = Settlement(spool, Journal(files.journal), self._ledger.store, clock, self._wall)
+        journal = Journal(files.journal, power_loss=options.power_loss)
+        settlement = Settlement(spool, journal, self._ledger.store, clock, self._wall)
         outbox, statistics, traces = Outbox(settlement.commit), Statistics(Metrics()), TraceRecorder()
         self.services = Services(
             clock=clock,

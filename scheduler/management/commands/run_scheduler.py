@@ -31,12 +31,6 @@ class Command(BaseCommand):
         parser.add_argument(
             "--drain", type=float, default=10.0, help="seconds that running requests may take at a stop"
         )
-        parser.add_argument(
-            "--durability",
-            choices=("process", "power-loss"),
-            default="process",
-            help="what the usage spool survives: the death of any process, or a power cut too (slower)",
-        )
 
     def handle(self, *args: Any, **options: Any) -> None:
         if not NAME.match(options["name"]):
@@ -60,7 +54,7 @@ def runtime_options(options: dict[str, Any]) -> Options:
         salt_secret=settings.HARNESS_CACHE_SALT,
         pools=tuple(options["pool"]),
         drain_seconds=options["drain"],
-        power_loss=options["durability"] == "power-loss",
+        power_loss=settings.HARNESS_POWER_LOSS,
     )
 
 
