@@ -41,6 +41,7 @@ from scheduler.worker.database import Status, load_configuration
 from scheduler.worker.dead_letters import DeadLetters
 from scheduler.worker.endings import Endings
 from scheduler.worker.files import EpochFiles
+from scheduler.worker.garbage import Garbage
 from scheduler.worker.housekeeping import Lease, StatusBoard, watch_engine_processes
 from scheduler.worker.intake import Intake
 from scheduler.worker.journal import Journal
@@ -185,6 +186,7 @@ class Runtime:
             statistics=statistics,
             traces=traces,
             dead_letters=DeadLetters(clock, self._database),
+            garbage=Garbage(),
             hurry=self._hurry,
         )
 
@@ -232,6 +234,10 @@ class Runtime:
         self._spawn("dead-letters", self.services.dead_letters.run())
         processes = watch_engine_processes(self._options.run_dir, self._options.name, self._clock)
         self._spawn("engine-processes", processes)
+        self._spawn("garbage", self.services.garbage.tend(self._clock, self._is_idle))
+
+    def _is_idle(self) -> bool:
+        return not any(pool.flights for pool in self.pools.values())
 
     # --- configuration ----------------------------------------------------------------------------------------------
 

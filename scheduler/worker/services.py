@@ -17,6 +17,7 @@ from scheduler.engines.base import Engine, StepListener
 from scheduler.worker.configuration import Configuration
 from scheduler.worker.dead_letters import DeadLetters
 from scheduler.worker.endings import Endings
+from scheduler.worker.garbage import Garbage
 from scheduler.worker.outbox import Outbox
 from scheduler.worker.settlement import Settlement
 from scheduler.worker.statistics import Statistics
@@ -46,6 +47,7 @@ class Services:
     statistics: Statistics
     traces: TraceRecorder
     dead_letters: DeadLetters
+    garbage: Garbage
     hurry: asyncio.Event  # set: drain no longer, stop now
     configuration: Configuration = field(default_factory=Configuration)
 

@@ -64,7 +64,7 @@ class Work:
     ) -> None:
         configuration = services.configuration
         self.planner = Planner(
-            capacity, configuration.tiers, configuration.policy, pool=label, cpu_clock=time.thread_time
+            capacity, configuration.tiers, configuration.policy, pool=label, cpu_clock=services.garbage.cpu
         )
         self.flights: dict[str, Flight] = {}  # queued and running
         self.tally = StepTally()
