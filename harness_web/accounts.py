@@ -27,6 +27,7 @@ from django.utils.translation import gettext_lazy as _
 from django.views.decorators.cache import never_cache
 from django.views.decorators.debug import sensitive_post_parameters
 
+from tenants.audit import Act, describe
 from tenants.models import Membership
 
 LINK_LIFE = 24 * 3600.0  # seconds
@@ -146,11 +147,14 @@ class FirstOperatorForm(forms.Form):
         except ValidationError as error:
             self.add_error("password", error)
 
-    def create(self) -> User:
+    def create(self, source_ip: str | None) -> User:
         """The account, its role and admin access, together or not at all."""
         with transaction.atomic():
             user = User.objects.create_superuser(self.cleaned_data["username"], password=self.cleaned_data["password"])
-            Membership.objects.create(user=user, role=Membership.Role.OPERATOR)
+            membership = Membership.objects.create(user=user, role=Membership.Role.OPERATOR)
+            act = Act(f"user {user.get_username()}", "the one-time link", source_ip)
+            for made in (user, membership):
+                act.note("create", made, None, describe(made))
         return user
 
 
@@ -168,5 +172,6 @@ def first_operator(request: HttpRequest, token: str) -> HttpResponse:
         return render(request, "setup/first_operator.html", {"form": form}, status=422 if form.errors else 200)
     if not invitation.claim():
         return render(request, "setup/closed.html", {"why": "used"}, status=410)
-    login(request, form.create(), backend="django.contrib.auth.backends.ModelBackend")
+    user = form.create(request.META.get("REMOTE_ADDR"))
+    login(request, user, backend="django.contrib.auth.backends.ModelBackend")
     return redirect("console:overview")

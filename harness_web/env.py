@@ -6,6 +6,7 @@ Besides `settings.py` this is the only module that reads `os.environ`.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import secrets
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ from pathlib import Path
 BASE_DIR = Path(__file__).resolve().parent.parent
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_FORMATS = ("auto", "json", "console")
-
 DURABILITIES = ("process", "power-loss")
+
 
 class EnvError(Exception):
     """A variable holds something that cannot be meant."""
@@ -35,8 +36,8 @@ class Env:
     csrf_trusted_origins: tuple[str, ...]
     engine: str | None  # engine of the seeded demo deployment; None: not said
     model: str | None
-    log_level: str
     durability: str  # what usage survives: the death of any process, or a power cut too
+    log_level: str
     log_format: str  # auto: console on a terminal, JSON elsewhere
     debug: bool
     process: str  # name of this process in heartbeats and logs, set by `harness up`
@@ -55,6 +56,17 @@ def _flag(name: str, value: str) -> bool:
     raise EnvError(f"{name}={value!r} is neither true nor false; use 1 or 0.")
 
 
+def _networks(name: str, value: str) -> tuple[str, ...]:
+    """Addresses and networks. Whoever is in one may say where a request comes from, so there is none for everybody."""
+    entries = _list(value)
+    for entry in entries:
+        try:
+            ipaddress.ip_network(entry)
+        except ValueError as error:
+            raise EnvError(f"{name}: {entry!r} is not an address or network (like 10.1.0.0/16).") from error
+    return entries
+
+
 def read(environ: Mapping[str, str] | None = None) -> Env:
     """Read and check all HARNESS_* variables. Raises EnvError naming the first bad one."""
     env = os.environ if environ is None else environ
@@ -65,6 +77,9 @@ def read(environ: Mapping[str, str] | None = None) -> Env:
     log_format = (env.get("HARNESS_LOG_FORMAT") or "auto").lower()
     if log_format not in LOG_FORMATS:
         raise EnvError(f"HARNESS_LOG_FORMAT={log_format!r} is not one of {', '.join(LOG_FORMATS)}.")
+    durability = (env.get("HARNESS_DURABILITY") or "process").lower()
+    if durability not in DURABILITIES:
+        raise EnvError(f"HARNESS_DURABILITY={durability!r} is not one of {', '.join(DURABILITIES)}.")
     redis_url = env.get("HARNESS_REDIS_URL") or None
     if redis_url and not redis_url.startswith(("redis://", "rediss://", "unix://")):
         raise EnvError("HARNESS_REDIS_URL must start with redis://, rediss:// or unix://.")
@@ -77,13 +92,11 @@ def read(environ: Mapping[str, str] | None = None) -> Env:
         redis_url=redis_url,
         secret_key=env.get("HARNESS_SECRET_KEY") or None,
         allowed_hosts=_list(env.get("HARNESS_ALLOWED_HOSTS") or "127.0.0.1,localhost,[::1]"),
-    durability = (env.get("HARNESS_DURABILITY") or "process").lower()
-    if durability not in DURABILITIES:
-        raise EnvError(f"HARNESS_DURABILITY={durability!r} is not one of {', '.join(DURABILITIES)}.")
-        trusted_proxies=_list(env.get("HARNESS_TRUSTED_PROXIES", "")),
+        trusted_proxies=_networks("HARNESS_TRUSTED_PROXIES", env.get("HARNESS_TRUSTED_PROXIES", "")),
         csrf_trusted_origins=_list(env.get("HARNESS_CSRF_TRUSTED_ORIGINS", "")),
         engine=env.get("HARNESS_ENGINE") or None,
         model=env.get("HARNESS_MODEL") or None,
+        durability=durability,
         log_level=level,
         log_format=log_format,
         debug=_flag("HARNESS_DEBUG", env.get("HARNESS_DEBUG", "")),
@@ -96,7 +109,6 @@ def child_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
-        durability=durability,
 def secret_file(path: Path, size: int = 32) -> bytes:
     """The secret in `path`, created once with O_EXCL and mode 0600; two processes that race get the same bytes.
 

@@ -58,8 +58,12 @@ class AuditedAdmin(ModelAdmin):  # type: ignore[misc]  # the package has no type
 
     def save_model(self, request: HttpRequest, obj: Any, form: forms.ModelForm[Any], change: bool) -> None:
         before = describe(type(obj)._default_manager.get(pk=obj.pk)) if change else None
+        form.before = before  # type: ignore[attr-defined]  # until the relations are saved too
         super().save_model(request, obj, form, change)
-        self.audit(request, "change" if change else "create", obj, before, describe(obj))
+
+    def save_related(self, request: HttpRequest, form: Any, formsets: Any, change: bool) -> None:
+        super().save_related(request, form, formsets, change)
+        self.audit(request, "change" if change else "create", form.instance, form.before, describe(form.instance))
 
     def delete_model(self, request: HttpRequest, obj: Any) -> None:
         with one_change(actor=actor_of(request)):
@@ -179,6 +183,10 @@ class ApiKeyAdmin(AuditedAdmin):
         else:
             self._show(request, obj, issue(obj, act_of(request)))
 
+    def save_related(self, request: HttpRequest, form: Any, formsets: Any, change: bool) -> None:
+        if change:  # a new key is already on record
+            super().save_related(request, form, formsets, change)
+
     @admin.action(description="Rotate the selected keys: the old secrets are good for one more day")
     def rotate(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> None:
         def one(key: ApiKey) -> None:
@@ -290,6 +298,12 @@ class UserAdmin(BaseUserAdmin, AuditedAdmin):  # type: ignore[type-arg]  # gener
     form = UserChangeForm
     add_form = UserCreationForm
     change_password_form = AdminPasswordChangeForm
+
+    def log_change(self, request: HttpRequest, obj: Any, message: Any) -> Any:
+        """The page that sets a password saves by itself, and says so only here."""
+        if request.resolver_match and request.resolver_match.url_name == "auth_user_password_change":
+            self.audit(request, "password", obj, None, None)
+        return super().log_change(request, obj, message)
 
 
 @admin.register(Group)

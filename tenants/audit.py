@@ -69,7 +69,7 @@ def record(
 
 
 def describe(instance: models.Model) -> dict[str, Any]:
-    """The row as JSON values, without what is secret. A foreign key is shown as what it names."""
+    """The row as JSON values, without what is secret. A relation is shown as what it names."""
     described: dict[str, Any] = {}
     for field in instance._meta.concrete_fields:
         if field.name in SECRET:
@@ -79,6 +79,8 @@ def describe(instance: models.Model) -> dict[str, Any]:
             described[field.name] = None if related is None else str(related)
         else:
             described[field.name] = _json(getattr(instance, field.name))
+    for relation in instance._meta.many_to_many:
+        described[relation.name] = sorted(str(related) for related in getattr(instance, relation.name).all())
     return described
 
 

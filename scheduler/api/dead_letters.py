@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from django.db import transaction
 from django.db.models import QuerySet
-from django.http import Http404
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers, status
 from rest_framework.request import Request
@@ -16,6 +16,7 @@ from rest_framework.views import APIView
 from scheduler import dead_letters
 from scheduler.api.process import ask
 from scheduler.models import DeadLetter
+from tenants.api.base import TenancyView, find
 from tenants.api.errors import Conflict
 from tenants.api.permissions import OPERATORS
 
@@ -89,36 +90,38 @@ class DeadLettersView(APIView):
         return Response({"data": [_document(one) for one in letters], "has_more": has_more, "next_page": next_page})
 
 
-class RetryView(APIView):
+class RetryView(TenancyView):
     """Run the request of a letter again, in the background and under a new id."""
 
     admits = OPERATORS
 
     @extend_schema(operation_id="retry_dead_letter", request=None, responses={202: RetrySerializer})  # type: ignore[untyped-decorator]
     def post(self, request: Request, letter_id: int) -> Response:
-        _require(letter_id)
+        letter = _letter(letter_id)
         answer = ask(request, "retry_dead_letter", id=letter_id)
-        if "retried_as" in answer:
-            return Response(answer, status=status.HTTP_202_ACCEPTED)
-        raise Conflict(answer["refused"])
+        if "retried_as" not in answer:
+            raise Conflict(answer["refused"])
+        self.caller.act().note("retry", letter, None, answer)
+        return Response(answer, status=status.HTTP_202_ACCEPTED)
 
 
-class DiscardView(APIView):
+class DiscardView(TenancyView):
     """Put a letter away: it will not be retried, and what was asked is forgotten."""
 
     admits = OPERATORS
 
     @extend_schema(operation_id="discard_dead_letter", request=None, responses={204: None})  # type: ignore[untyped-decorator]
     def post(self, request: Request, letter_id: int) -> Response:
-        _require(letter_id)
-        if not dead_letters.discard(letter_id):
-            raise Conflict("Only an open letter can be discarded.")
+        letter = _letter(letter_id)
+        with transaction.atomic():
+            if not dead_letters.discard(letter_id):
+                raise Conflict("Only an open letter can be discarded.")
+            self.caller.act().note("discard", letter, None, None)
         return Response(status=status.HTTP_204_NO_CONTENT)
 
 
-def _require(letter_id: int) -> None:
-    if not DeadLetter.objects.filter(pk=letter_id).exists():
-        raise Http404("There is no such dead letter.")
+def _letter(letter_id: int) -> DeadLetter:
+    return find(DeadLetter.objects.all(), "dead letter", pk=letter_id)
 
 
 def _filtered(query: dict[str, Any]) -> QuerySet[DeadLetter]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from django.contrib import admin
-from django.contrib.auth.models import User
+from django.contrib.auth.models import Group, User
 from django.test import Client
 from django.urls import reverse
+from django.utils import timezone
 
 from scheduler import config
 from scheduler.models import Deployment, PolicyVersion
@@ -70,6 +71,48 @@ def test_a_key_is_revoked_by_an_action_and_the_deed_is_on_record(browser: Client
     assert key.revoked_at is not None and current_version() == before + 1
     event = AuditEvent.objects.get()
     assert (event.actor, event.action, event.source_ip) == ("user ada", "apikey.revoke", "127.0.0.1")
+
+
+def test_keys_are_rotated_and_enabled_by_actions(browser: Client, acme: Tenant) -> None:
+    key, old = issue(acme, revoked_at=timezone.now()).key, KeySecret.objects.get()
+    for action in ("rotate", "enable", "rotate"):
+        answer = browser.post(page(ApiKey, "changelist"), {"action": action, "_selected_action": [key.pk]}, follow=True)
+        text = answer.content.decode()
+        if action == "rotate" and key.revoked_at:
+            assert "A revoked key is not rotated" in text and key.secrets.count() == 1
+        key.refresh_from_db()
+    (token,) = set(re.findall(r"sk-[0-9A-Za-z]{61}", text))
+    old.refresh_from_db()
+    assert old.valid_until is not None and key.secrets.get(lookup=keys.lookup_of(token)).valid_until is None
+    assert list(AuditEvent.objects.values_list("action", flat=True)) == ["apikey.rotate", "apikey.enable"]
+    assert token not in browser.get(page(ApiKey, "change", key.pk)).content.decode()
+
+
+def test_a_key_changed_in_the_admin_is_on_record_once(browser: Client, acme: Tenant) -> None:
+    key = issue(acme).key
+    management = {"secrets-TOTAL_FORMS": 0, "secrets-INITIAL_FORMS": 0}
+    form = {"scopes": ["usage"], "models": '["demo"]', "allowed_ips": "[]", **management}
+    browser.post(page(ApiKey, "change", key.pk), form)
+    event = AuditEvent.objects.get()
+    assert (event.action, event.before["models"], event.after["models"]) == ("apikey.change", ["*"], ["demo"])
+    assert event.tenant_id == str(acme.pk)
+
+
+def test_what_a_person_may_do_is_on_record_with_its_relations(browser: Client) -> None:
+    bob, staff = User.objects.create(username="bob"), Group.objects.create(name="staff")
+    form = {"username": "bob", "groups": [staff.pk], "date_joined_0": "2026-01-01", "date_joined_1": "00:00:00"}
+    browser.post(page(User, "change", bob.pk), form)
+    event = AuditEvent.objects.get(action="user.change")
+    assert (event.before["groups"], event.after["groups"]) == ([], ["staff"])
+
+
+def test_a_password_set_for_somebody_is_on_record_without_the_password(browser: Client) -> None:
+    bob = User.objects.create(username="bob")
+    form = {"password1": "correct horse battery", "password2": "correct horse battery", "usable_password": "true"}
+    browser.post(reverse("admin:auth_user_password_change", args=[bob.pk]), form)
+    event = AuditEvent.objects.get()
+    assert (event.actor, event.action, event.target) == ("user ada", "user.password", "user bob")
+    assert (event.before, event.after) == (None, None)
 
 
 def test_a_tier_saved_in_the_admin_is_a_policy_version_by_that_user(browser: Client, acme: Tenant) -> None:

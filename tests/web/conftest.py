@@ -6,6 +6,7 @@ import pytest
 from django.utils import translation
 
 from tests.web.cast import Stage
+from tests.web.people import People, gather
 
 
 @pytest.fixture(autouse=True)
@@ -21,3 +22,8 @@ async def stage() -> AsyncIterator[Stage]:
     await stage.start()
     yield stage
     await stage.stop()
+
+
+@pytest.fixture
+def people(db: None) -> People:
+    return gather()

@@ -11,7 +11,7 @@ from django.test import Client
 
 from harness_web import accounts
 from harness_web.accounts import Invitation, setup_link
-from tenants.models import Membership, Tenant, Tier
+from tenants.models import AuditEvent, Membership, Tenant, Tier
 
 PASSWORD = "correct horse battery"
 NEW = {"username": "olga", "password": PASSWORD, "again": PASSWORD}
@@ -52,6 +52,10 @@ def test_the_link_makes_the_first_operator_and_signs_them_in(client: Client) -> 
     user = User.objects.get(username="olga")
     assert user.is_staff and user.is_superuser
     assert user.memberships.get().role == Membership.Role.OPERATOR
+    assert set(AuditEvent.objects.values_list("actor", "action")) == {
+        ("user olga", "user.create"),
+        ("user olga", "membership.create"),
+    }
     assert client.get("/console/").status_code == 200
 
 

@@ -83,6 +83,8 @@ def test_a_letter_is_put_away_once(product: Product) -> None:
     id = waited(product)["id"]
     assert post(product, f"/api/v1/dead-letters/{id}/discard").status_code == 204
     assert post(product, f"/api/v1/dead-letters/{id}/discard").json()["error"]["code"] == "conflict"
+    (event,) = product.get("/api/v1/audit?action=deadletter.discard").json()["data"]
+    assert (event["actor"], event["source_ip"]) == ("key acme/ops", "127.0.0.1")
     again = post(product, f"/api/v1/dead-letters/{id}/retry")
     assert (again.status_code, again.json()["error"]["code"]) == (409, "conflict")
     assert post(product, "/api/v1/dead-letters/999999/retry").status_code == 404
@@ -97,6 +99,8 @@ def test_a_retry_goes_on_in_the_background_and_leaves_its_answer(product: Produc
     eventually(lambda: product.get(trace).json().get("state") == "ended")
     (letter,) = eventually(lambda: [one for one in letters(product)["data"] if one["id"] == id and one["answer"]])
     assert (letter["state"], letter["retryable"]) == ("retried", False)
+    (event,) = product.get("/api/v1/audit?action=deadletter.retry").json()["data"]
+    assert event["after"] == answer.json()
     assert letter["answer"]["text"] == "w0 w1 w2 w3"
 
 
