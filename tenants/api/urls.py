@@ -6,6 +6,7 @@ from tenants.api.audit import AuditCsvView, AuditJsonView, AuditView
 from tenants.api.keys import EnableKeyView, KeysView, KeyView, RevokeKeyView, RotateKeyView
 from tenants.api.tenants import MembershipsView, TenantsView, TenantView
 from tenants.api.tiers import TiersView, TierView
+from tenants.api.usage import CsvRecordsView, JsonRecordsView, UsageView
 
 urlpatterns = [
     path("tenants", TenantsView.as_view(), name="tenants"),
@@ -21,4 +22,7 @@ urlpatterns = [
     path("audit", AuditView.as_view(), name="audit"),
     path("audit/export.json", AuditJsonView.as_view(), name="audit-json"),
     path("audit/export.csv", AuditCsvView.as_view(), name="audit-csv"),
+    path("usage", UsageView.as_view(), name="usage"),
+    path("usage/records.csv", CsvRecordsView.as_view(), name="usage-records-csv"),
+    path("usage/records.json", JsonRecordsView.as_view(), name="usage-records-json"),
 ]

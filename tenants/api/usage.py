@@ -1,0 +1,200 @@
+"""What was used, for scripts: sums by time and group, and the ledger's rows themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from asgiref.sync import sync_to_async
+from django.db.models import QuerySet
+from django.http import StreamingHttpResponse
+from drf_spectacular.types import OpenApiTypes
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+from rest_framework.renderers import BaseRenderer, JSONRenderer
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from tenants import exports, reports
+from tenants.api.base import TenancyView
+from tenants.api.permissions import READERS
+from tenants.models import UsageRecord
+from tenants.models.tenant import valid_timezone
+
+PAGE, LARGEST_PAGE = 200, 1_440  # buckets: a day has so many minutes
+PART = 1_000  # lines of an export that are sent at a time
+
+Writer = Callable[[Sequence[str], Iterable[Sequence[exports.Cell]], int], Iterator[str]]
+
+
+class SpanSerializer(serializers.Serializer[dict[str, Any]]):
+    """`[start_time, end_time)` in Unix seconds, by default today on the clock of `timezone`."""
+
+    start_time = serializers.IntegerField(min_value=0, max_value=2**33, required=False)
+    end_time = serializers.IntegerField(min_value=0, max_value=2**33, required=False)
+    timezone = serializers.CharField(default="UTC", validators=[valid_timezone])
+    tenant = serializers.CharField(required=False, help_text="only this tenant's, by its slug")
+
+    def validate(self, query: dict[str, Any]) -> dict[str, Any]:
+        if unknown := sorted(set(self.initial_data) - set(self.fields)):
+            raise serializers.ValidationError({unknown[0]: "There is no such parameter."})
+        start, end = reports.today(query["timezone"], time.time())
+        query = {"start_time": start, "end_time": end} | query
+        if query["start_time"] > query["end_time"]:
+            raise serializers.ValidationError({"end_time": "The end is before the start."})
+        return query
+
+
+class ReportSerializer(SpanSerializer):
+    """`page` is what `next_page` said."""
+
+    bucket_width = serializers.ChoiceField(choices=list(reports.WIDTHS), default="1d")
+    group_by = serializers.CharField(default="", allow_blank=True, help_text=f"some of {','.join(reports.GROUPS)}")
+    limit = serializers.IntegerField(min_value=1, max_value=LARGEST_PAGE, default=PAGE, help_text="buckets of a page")
+    page = serializers.IntegerField(min_value=0, max_value=2**33, required=False)
+
+    def validate_group_by(self, names: str) -> tuple[str, ...]:
+        groups = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+        for name in groups:
+            if name not in reports.GROUPS:
+                raise serializers.ValidationError(f"{name!r} is not one of {', '.join(reports.GROUPS)}.")
+        return groups
+
+
+class ResultSerializer(serializers.Serializer[dict[str, Any]]):
+    """The sums of one group in one currency. `cost` is exact, as text; null where nothing had a price."""
+
+    tenant = serializers.CharField(required=False)
+    key = serializers.CharField(required=False)
+    key_id = serializers.CharField(required=False)
+    model = serializers.CharField(required=False)
+    tier = serializers.CharField(required=False)
+    input_tokens = serializers.IntegerField()
+    cached_tokens = serializers.IntegerField()
+    output_tokens = serializers.IntegerField()
+    reasoning_tokens = serializers.IntegerField()
+    num_requests = serializers.IntegerField()
+    engine_seconds = serializers.FloatField()
+    cost = serializers.CharField(allow_null=True)
+    currency = serializers.CharField(allow_null=True)
+
+
+class BucketSerializer(serializers.Serializer[dict[str, Any]]):
+    start_time = serializers.IntegerField()
+    end_time = serializers.IntegerField()
+    results = ResultSerializer(many=True)
+
+
+class UsageSerializer(serializers.Serializer[dict[str, Any]]):
+    """What the report is about, and its buckets; those in which nothing was used are left out."""
+
+    start_time = serializers.IntegerField()
+    end_time = serializers.IntegerField()
+    timezone = serializers.CharField()
+    data = BucketSerializer(many=True)  # type: ignore[assignment]  # the wire's name
+    has_more = serializers.BooleanField()
+    next_page = serializers.CharField(allow_null=True)
+
+
+class UsageView(TenancyView):
+    """Sums of the ledger. A key with the scope `usage` sees its own tenant, one with `admin` all of them."""
+
+    admits = READERS
+
+    @extend_schema(operation_id="usage", parameters=[ReportSerializer], responses=UsageSerializer)  # type: ignore[untyped-decorator]
+    def get(self, request: Request) -> Response:
+        query = _validated(request, ReportSerializer)
+        names = ("end_time", "bucket_width", "timezone", "group_by")
+        span = reports.Span(query.get("page", query["start_time"]), *(query[name] for name in names))
+        found = list(islice(reports.buckets(_rows(self, query), span), query["limit"] + 1))
+        shown, rest = found[: query["limit"]], found[query["limit"] :]
+        return Response(
+            {
+                "start_time": query["start_time"],
+                "end_time": query["end_time"],
+                "timezone": query["timezone"],
+                "data": [_bucket(one, tuple(span.columns)) for one in shown],
+                "has_more": bool(rest),
+                "next_page": str(rest[0].start) if rest else None,
+            }
+        )
+
+
+class CsvRenderer(BaseRenderer):
+    """Only says that CSV may be asked for: answers write it themselves, errors are in JSON."""
+
+    media_type = "text/csv"
+    format = "csv"
+
+
+class CsvRecordsView(TenancyView):
+    """The rows of the ledger, in order of arrival; see `tenants/exports.py` for the form."""
+
+    admits = READERS
+    renderer_classes = [CsvRenderer, JSONRenderer]
+
+    @extend_schema(  # type: ignore[untyped-decorator]
+        operation_id="usage_records_csv",
+        parameters=[SpanSerializer],
+        responses={(200, "text/csv"): OpenApiTypes.STR},
+    )
+    def get(self, request: Request) -> StreamingHttpResponse:
+        return _export(self, exports.csv_lines, "text/csv; charset=utf-8", "csv")
+
+
+class JsonRecordsView(TenancyView):
+    """The rows of the ledger, in order of arrival; see `tenants/exports.py` for the form."""
+
+    admits = READERS
+
+    @extend_schema(  # type: ignore[untyped-decorator]
+        operation_id="usage_records_json",
+        parameters=[SpanSerializer],
+        responses={(200, "application/json"): OpenApiTypes.OBJECT},
+    )
+    def get(self, request: Request) -> StreamingHttpResponse:
+        return _export(self, exports.json_lines, "application/json", "json")
+
+
+def _export(view: TenancyView, write: Writer, content_type: str, suffix: str) -> StreamingHttpResponse:
+    query = _validated(view.request, SpanSerializer)
+    rows, start, end = _rows(view, query), query["start_time"], query["end_time"]
+    count = reports.between(rows, start, end).count()
+    lines = write(list(reports.RECORD), reports.records(rows, start, end), count)
+    response = StreamingHttpResponse(_in_parts(lines), content_type=content_type)
+    response["Content-Disposition"] = f'attachment; filename="usage-{start}-{end}.{suffix}"'
+    response["X-Row-Count"] = str(count)
+    return response
+
+
+def _validated(request: Request, serializer: type[SpanSerializer]) -> dict[str, Any]:
+    # A list may be given as one value with commas or as several values.
+    query = serializer(data={name: ",".join(values) for name, values in request.query_params.lists()})
+    query.is_valid(raise_exception=True)
+    validated: dict[str, Any] = query.validated_data
+    return validated
+
+
+def _rows(view: TenancyView, query: dict[str, Any]) -> QuerySet[UsageRecord]:
+    """What the caller may see of what was asked for."""
+    rows = view.usage()
+    return rows.filter(tenant_slug=query["tenant"]) if "tenant" in query else rows
+
+
+def _bucket(bucket: reports.Bucket, columns: tuple[str, ...]) -> dict[str, Any]:
+    results = []
+    for group, totals in bucket.groups.items():
+        result = dict(zip(columns, group, strict=True)) | {name: getattr(totals, name) for name in reports.SUMS}
+        result["cost"] = None if totals.cost is None else exports.plain(totals.cost)
+        result["currency"] = result["currency"] or None
+        results.append(result)
+    return {"start_time": bucket.start, "end_time": bucket.end, "results": results}
+
+
+async def _in_parts(lines: Iterator[str]) -> AsyncIterator[bytes]:
+    """Lines that wait for the database, read beside the event loop. What they raise cuts the connection."""
+    take = sync_to_async(lambda: "".join(islice(lines, PART)))
+    while part := await take():
+        yield part.encode()
