@@ -23,8 +23,8 @@ lint: setup ## ruff, formatting, strict types, import contracts
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports
 
-bench: setup ## side-by-side measurements, about two minutes; each prints a table of ratios
-	@set -e; for name in core wire gateway settlement; do echo "== benchmarks/$$name.py"; $(PYTHON_BIN) -m benchmarks.$$name; done
+bench: setup ## side-by-side measurements, about three minutes; each prints a table of ratios
+	@set -e; for name in core memory wire gateway settlement; do echo "== benchmarks/$$name.py"; $(PYTHON_BIN) -m benchmarks.$$name; done
 
 bench-scheduling: setup ## policies on the real engine, vLLM alone beside them: about two hours (ARGS="--blocks 4 --seconds 15")
 	@$(PYTHON_BIN) -m benchmarks.scheduling $(ARGS)

@@ -81,12 +81,11 @@ class Window:
 
 @dataclass(slots=True)
 class Reservation:
-    """What a live request holds: its slot in the rate windows, which counters, and its shares of budgets."""
+    """What a live request holds: its slot in the rate windows, of which limits, and its shares of budgets."""
 
     slot: int
     tokens: int
-    rates: list[CounterKey] = field(default_factory=list)
-    slots_held: list[CounterKey] = field(default_factory=list)
+    limits: Sequence[Limit]
     shares: Sequence[Share] = ()
 
 
@@ -119,7 +118,9 @@ class Admission:
         """
         if request_id in self._reservations:
             raise ValueError(f"request {request_id} holds a reservation already")
-        applying = [limit for limit in limits if limit.model in ("", model)]
+        applying = limits
+        if not all(limit.model in ("", model) for limit in limits):  # as a rule all do, and are kept without a copy
+            applying = [limit for limit in limits if limit.model in ("", model)]
         for limit in applying:
             refusal = self._check(limit, tokens, now)
             if refusal is not None:
@@ -127,7 +128,7 @@ class Admission:
         refusal = self.budgets.check(spending, now)
         if refusal is not None:
             return refusal
-        reservation = Reservation(_slot(now), tokens, shares=self.budgets.take(spending, now))
+        reservation = Reservation(_slot(now), tokens, applying, self.budgets.take(spending, now))
         for limit in applying:
             self._take(limit, reservation)
         self._reservations[request_id] = reservation
@@ -144,9 +145,9 @@ class Admission:
             return
         self._free_places(reservation)
         self.budgets.settle(reservation.shares, tokens, money)
-        for key in reservation.rates:
-            if key[3] == TPM:
-                self._correct(key, reservation.slot, tokens - reservation.tokens, now)
+        for limit in reservation.limits:
+            if limit.kind == TPM:
+                self._correct(_key(limit), reservation.slot, tokens - reservation.tokens, now)
 
     def release(self, request_id: str, now: float) -> None:
         """The request never ran: everything goes back. Idempotent like `settle`."""
@@ -155,9 +156,10 @@ class Admission:
             return
         self._free_places(reservation)
         self.budgets.release(reservation.shares)
-        for key in reservation.rates:
-            amount = reservation.tokens if key[3] == TPM else 1
-            self._correct(key, reservation.slot, -amount, now)
+        for limit in reservation.limits:
+            if limit.kind != CONCURRENCY:
+                amount = reservation.tokens if limit.kind == TPM else 1
+                self._correct(_key(limit), reservation.slot, -amount, now)
 
     def restore(self, limits: Sequence[Limit], model: str, tokens: int, at: float, now: float) -> None:
         """Count a request of before a restart: `at` is its arrival on this clock (may be negative)."""
@@ -200,8 +202,9 @@ class Admission:
         """Tokens that live requests have reserved, by the counter of the rate."""
         held: dict[CounterKey, int] = {}
         for reservation in self._reservations.values():
-            for key in reservation.rates:
-                if key[3] == TPM:
+            for limit in reservation.limits:
+                if limit.kind == TPM:
+                    key = _key(limit)
                     held[key] = held.get(key, 0) + reservation.tokens
         return held
 
@@ -246,10 +249,8 @@ class Admission:
         key = _key(limit)
         if limit.kind == CONCURRENCY:
             self._running[key] = self._running.get(key, 0) + 1
-            reservation.slots_held.append(key)
         else:
             self._windows[key].add(reservation.slot, reservation.tokens if limit.kind == TPM else 1)
-            reservation.rates.append(key)
 
     def _window(self, limit: Limit, now: float) -> Window:
         window = self._windows.setdefault(_key(limit), Window())
@@ -264,10 +265,12 @@ class Admission:
                 window.add(slot, amount)
 
     def _free_places(self, reservation: Reservation) -> None:
-        for key in reservation.slots_held:
-            self._running[key] -= 1
-            if not self._running[key]:
-                del self._running[key]
+        for limit in reservation.limits:
+            if limit.kind == CONCURRENCY:
+                key = _key(limit)
+                self._running[key] -= 1
+                if not self._running[key]:
+                    del self._running[key]
 
     def _sweep(self, now: float) -> None:
         """Counters of tenants that have been quiet for a minute are forgotten."""

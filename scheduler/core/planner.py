@@ -43,6 +43,7 @@ from scheduler.core.types import (
 STEP_REASONS = frozenset(
     {Reason.PREFILL_BUDGET, Reason.STREAM_PACE, Reason.LONG_LANE, Reason.KV_FULL, Reason.RESERVATION}
 )
+QUEUE_BYTES = 512 * 1024 * 1024  # of prompts that wait in one tier
 RECENT_DISPATCHES = 64  # how many dispatches of a tier its drain rate is taken from
 FIRST_GUESS: Coefficients = (0.02, 2e-4, 0.0, 5e-4, 0.0)  # a small engine; a few steps correct it
 
@@ -310,10 +311,12 @@ class Planner:
         tier = self._books.tiers[request.tier]
         waiting = self._queue.length(tier.name)
         if waiting >= tier.queue_max_length:
-            return Refusal(
-                Reason.QUEUE_FULL, f"{waiting} requests of this tier are waiting.", self._retry_after(tier.name, now)
-            )
-        return None
+            message = f"{waiting} requests of this tier are waiting."
+        elif waiting and self._queue.prompt_bytes(tier.name) + request.prompt_bytes > QUEUE_BYTES:
+            message = f"The prompts of the {waiting} requests of this tier that wait take all the memory they may."
+        else:
+            return None
+        return Refusal(Reason.QUEUE_FULL, message, self._retry_after(tier.name, now))
 
     def _retry_after(self, tier: str, now: float) -> float:
         """Seconds until half of the tier's queue has gone at its recent pace: later than one place, so no stampede."""

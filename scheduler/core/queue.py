@@ -47,6 +47,7 @@ class WaitingQueue:
         self._instants: Heap = []
         self._arrivals: dict[str, Heap] = {}
         self._per_tier: Counter[str] = Counter()
+        self._prompt_bytes: Counter[str] = Counter()
         self._cost: dict[str, float] = {}
         self._tenant_cost: dict[tuple[str, str], tuple[int, float]] = {}  # (tier, tenant) -> waiting, their cost
 
@@ -66,6 +67,10 @@ class WaitingQueue:
 
     def length(self, tier: str) -> int:
         return self._per_tier[tier]
+
+    def prompt_bytes(self, tier: str) -> int:
+        """Memory that the prompts of what waits in the tier take."""
+        return self._prompt_bytes[tier]
 
     def cost(self, tier: str) -> float:
         """Predicted engine-seconds of what waits in the tier."""
@@ -87,6 +92,7 @@ class WaitingQueue:
         place.alive = False
         request = place.request
         self._per_tier[request.tier] -= 1
+        self._prompt_bytes[request.tier] -= request.prompt_bytes
         self._cost[request.tier] -= place.cost
         self._count_tenant(request, -1, -place.cost)
         self._shrink(request)
@@ -164,6 +170,7 @@ class WaitingQueue:
         heapq.heappush(self._arrivals.setdefault(request.tier, []), (request.arrival, order, place))
         heapq.heappush(self._instants, (request.queue_deadline if due is None else due, order, place))
         self._per_tier[request.tier] += 1
+        self._prompt_bytes[request.tier] += request.prompt_bytes
         self._cost[request.tier] = self.cost(request.tier) + place.cost
         self._count_tenant(request, 1, place.cost)
 

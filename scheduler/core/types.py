@@ -168,6 +168,7 @@ class Request:
     attempt: int = 1
     resumable: bool = False  # it may be taken out of the engine and continued later
     evictions: int = 0  # how often that has happened; a request that was is not refused any more
+    prompt_bytes: int = 0  # of memory that its prompt takes while it waits
 
     @property
     def worst_case_tokens(self) -> int:

@@ -51,6 +51,7 @@ from scheduler.engines.base import (
     Sampling,
     StepListener,
     Terms,
+    compact,
 )
 from scheduler.engines.chat import ChatGuard, characters
 from scheduler.engines.engine_log import EngineLog
@@ -188,6 +189,7 @@ class VllmEngine:
         tokens = len(engine_input["prompt_token_ids"])
         if tokens > limit:
             raise PromptTooLongError(tokens, limit, param="messages")
+        engine_input["prompt_token_ids"] = compact(engine_input["prompt_token_ids"])
         return Rendered(tokens, limit + 1 - tokens, engine_input)
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineEvent]:
@@ -338,8 +340,7 @@ class VllmEngine:
         """
         waited = self._clock.now() - request.arrival
         engine_input = {**request.rendered.payload, "arrival_time": time.time() - waited}
-        if request.produced:
-            engine_input["prompt_token_ids"] = [*engine_input["prompt_token_ids"], *request.produced]
+        engine_input["prompt_token_ids"] = [*engine_input["prompt_token_ids"], *request.produced]
         if request.cache_salt:
             engine_input["cache_salt"] = request.cache_salt
         return engine_input

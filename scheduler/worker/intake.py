@@ -7,6 +7,7 @@ the answer nothing is awaited: a cancellation either comes before (nothing is he
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -32,6 +33,8 @@ DEFAULT_QUEUE_TIMEOUT = 60.0  # seconds
 ABSURD_CHARS_PER_TOKEN = 64
 ABSURD_CHARS_MINIMUM = 65_536
 RETRY_LEASE = 5.0  # seconds
+CALLERS_KEPT = 10_000
+TOKEN_BYTES = 4  # of a token id in a prompt that waits
 RETRY_BUDGET = 5.0  # seconds
 
 
@@ -64,13 +67,14 @@ class Intake:
         self._leases = leases
         self._calendar = Calendar()
         self._on_their_way: dict[str, int] = {}  # by tier: counts against the bound of the queue
+        self._callers: dict[str, tuple[messages.Caller, tuple[Limit, ...]]] = {}  # by key, as it came last
         self._tasks: set[asyncio.Task[None]] = set()
         self.closed: Refusal | None = None  # why nothing is taken in at all
 
     def submit(self, session: Session, submit: messages.Submit) -> None:
         """Start taking a request in; the answer goes to the session."""
         now, age = self._services.clock.now(), max(submit.age, 0.0)
-        limits = tuple(Limit(one.scope, one.owner, one.model, one.kind, one.value) for one in submit.caller.limits)
+        submit.caller, limits = self._known(submit.caller)
         flight = Flight(submit, session, now - age, self._services.wall() - age, limits)
         if submit.id in session.flights:
             log.error("request id in use", request_id=submit.id)  # a fault of the peer: the first one keeps it
@@ -82,6 +86,16 @@ class Intake:
         flight.task = asyncio.create_task(self._run(flight), name=f"intake-{submit.id}")
         self._tasks.add(flight.task)
         flight.task.add_done_callback(self._tasks.discard)
+
+    def _known(self, caller: messages.Caller) -> tuple[messages.Caller, tuple[Limit, ...]]:
+        """The caller and its limits, the same objects for all its requests: many may wait."""
+        known = self._callers.get(caller.key)
+        if known is None or known[0] != caller:
+            if len(self._callers) >= CALLERS_KEPT:
+                self._callers.clear()
+            limits = tuple(Limit(one.scope, one.owner, one.model, one.kind, one.value) for one in caller.limits)
+            known = self._callers[caller.key] = (caller, limits)
+        return known
 
     def cancel(self, session: Session, request_id: str) -> None:
         """The caller has gone. Unknown ids (it has just ended) are ignored."""
@@ -121,6 +135,8 @@ class Intake:
             log.exception("intake failed", request_id=flight.id)
             message = "The request could not be taken in."
             self._services.endings.refused(flight, Refusal(Reason.ENGINE_NOT_READY, message, 1.0))
+        finally:
+            flight.task = None  # a task that has ended weighs as much as all else that is known of a request
 
     async def _take(self, flight: Flight) -> None:
         pool = self._find_pool(flight)
@@ -171,7 +187,7 @@ class Intake:
         waiting = (snapshot.waiting if snapshot is not None else 0) + self._on_their_way.get(tier.name, 0)
         if waiting >= tier.queue_max_length:
             raise RefusedError(Refusal(Reason.QUEUE_FULL, f"{waiting} requests of this tier are waiting.", 1.0))
-        chars = sum(_chars(message.get("content")) for message in flight.submit.messages)
+        chars = sum(map(len, _texts(flight.submit)))
         bound = max(pool.limits.capacity.max_model_len * ABSURD_CHARS_PER_TOKEN, ABSURD_CHARS_MINIMUM)
         if chars > bound:
             message = (
@@ -250,6 +266,7 @@ class Intake:
             queue_deadline=flight.arrival + patience,
             attempt=submit.attempt,
             resumable=pool.limits.resumes and is_resumable(submit),
+            prompt_bytes=sum(map(sys.getsizeof, _texts(submit))) + TOKEN_BYTES * flight.prompt_tokens,
         )
 
     def _reserve(self, flight: Flight, request: Request) -> None:
@@ -301,12 +318,11 @@ class Intake:
             raise RefusedError(refusal)
 
 
-def _chars(content: object) -> int:
-    """Characters of a message's text, which is a string or a list of text parts."""
-    if isinstance(content, str):
-        return len(content)
-    if isinstance(content, list | tuple):
-        return sum(
-            len(part["text"]) for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
-        )
-    return 0
+def _texts(submit: messages.Submit) -> Iterator[str]:
+    """The texts of its messages; a message's content is a string or a list of text parts."""
+    for message in submit.messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list | tuple) else (content,):
+            text = part.get("text") if isinstance(part, dict) else part
+            if isinstance(text, str):
+                yield text

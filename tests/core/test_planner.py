@@ -8,6 +8,7 @@ import pytest
 
 from scheduler.core import policies
 from scheduler.core.lifecycle import IllegalTransition, State
+from scheduler.core.planner import QUEUE_BYTES
 from scheduler.core.policies import Blocked, Candidate, Evict, Offer, Policy
 from scheduler.core.types import (
     Dispatch,
@@ -129,6 +130,23 @@ def test_a_full_queue_refuses_with_the_time_until_half_of_it_has_gone() -> None:
     assert refusal is not None
     assert refusal.reason is Reason.QUEUE_FULL
     assert refusal.retry_after == pytest.approx(1.5)  # one dispatch a second, three waiting
+
+
+def test_prompts_that_wait_in_a_tier_take_bounded_memory() -> None:
+    pool = planner(max_batch=1)
+    half = QUEUE_BYTES // 2
+    for id in ("runs", "a", "b"):
+        assert pool.arrive(request(id, prompt_bytes=half), 0.0) is None
+        pool.decide(0.0)
+    refusal = pool.arrive(request("c", prompt_bytes=half), 0.0)
+    assert refusal is not None and refusal.reason is Reason.QUEUE_FULL
+    assert pool.arrive(request("other", "gold", prompt_bytes=half), 0.0) is None  # a tier's flood is its own
+    pool.cancel("a", 0.0)
+    assert pool.arrive(request("c", prompt_bytes=half), 0.0) is None
+
+
+def test_a_prompt_that_waits_alone_may_take_any_memory() -> None:
+    assert planner().arrive(request("a", prompt_bytes=2 * QUEUE_BYTES), 0.0) is None
 
 
 def test_a_request_that_waits_too_long_expires_at_its_instant_and_not_before() -> None:

@@ -186,6 +186,12 @@ async def test_the_same_word_is_the_same_token_and_ids_stay_in_the_vocabulary(be
     assert all(0 <= token < 32_000 for token in rendered.payload)
 
 
+async def test_a_prompt_that_waits_takes_four_bytes_a_token(bench: Bench) -> None:
+    rendered = await bench.engine.render(ChatPrompt(({"content": " ".join(map(str, range(3000)))},)), Sampling())
+    assert rendered.prompt_tokens == len(rendered.payload) == 3000
+    assert rendered.payload.itemsize == 4
+
+
 async def test_a_large_prompt_is_counted_off_the_loop(tmp_path: Path) -> None:
     bench = Bench(tmp_path, {"max_model_len": 100_000})
     assert (await bench.engine.render(words(60_000), Sampling())).prompt_tokens == 60_000

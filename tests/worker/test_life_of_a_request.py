@@ -9,6 +9,7 @@ from decimal import Decimal
 import pytest
 
 from scheduler.gateway import Accepted, Done, Failed, Refused
+from scheduler.worker.flight import Phase
 from tenants.models import Price, UsageRecord
 
 from .conftest import WALL, limit
@@ -220,3 +221,19 @@ async def test_whatever_happens_to_requests_everything_is_given_back_and_each_en
         assert len({row.request_id for row in rows}) == len(rows)
         finished = {answer.request.id for answer in answers if isinstance(answer.last, Done | Failed)}
         assert finished <= {row.request_id for row in rows}
+
+
+async def test_requests_of_one_key_share_what_is_known_of_it(start):
+    """Thousands may wait: limits and caller are kept once, and the task that took a request in is not kept."""
+    async with start() as product:
+        await product.ready()
+        limits = [limit("rpm", 100), limit("concurrency", 50)]
+        answers = [product.submit(max_tokens=300, limits=limits) for _ in range(6)]
+        changed = product.submit(max_tokens=300, limits=[limit("rpm", 200)])
+        await product.until(lambda: all(one.kinds()[:1] == ["Accepted"] for one in (*answers, changed)))
+        flights = product.runtime.pools["demo"].flights
+        first, *others = [flights[answer.request.id] for answer in answers]
+        assert all(one.limits is first.limits and one.submit.caller is first.submit.caller for one in others)
+        assert [one.value for one in flights[changed.request.id].limits] == [200]
+        waiting = [one for one in flights.values() if one.phase is Phase.QUEUED]
+        assert waiting and all(one.task is None for one in waiting)

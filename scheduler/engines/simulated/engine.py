@@ -32,6 +32,7 @@ from scheduler.engines.base import (
     RequestFailedError,
     Sampling,
     StepListener,
+    compact,
 )
 from scheduler.engines.simulated.machine import End, Machine, Sequence, StepResult
 from scheduler.engines.simulated.options import Options, parse_options
@@ -146,7 +147,7 @@ class SimulatedEngine:
         room = self._capacity.max_model_len - max(len(tokens), 1)
         if room < 1:
             raise PromptTooLongError(len(tokens), self._capacity.max_model_len - 1, param="messages")
-        return Rendered(len(tokens), room, tokens)
+        return Rendered(len(tokens), room, compact(tokens))
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineEvent]:
         last = self._streams.get(request.id)

@@ -37,6 +37,7 @@ from scheduler.engines.base import (
     RequestFailedError,
     Sampling,
     StepListener,
+    compact,
 )
 from scheduler.engines.chat import characters
 from scheduler.engines.transformers.batch import PaddedBatch, Row, compose
@@ -119,7 +120,7 @@ class TransformersEngine:
         tokens = await loop.run_in_executor(self._rendering, model.tokens, prompt.messages)
         if len(tokens) > limit:
             raise PromptTooLongError(len(tokens), limit, param="messages")
-        return Rendered(len(tokens), limit + 1 - len(tokens), tokens)
+        return Rendered(len(tokens), limit + 1 - len(tokens), compact(tokens))
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineEvent]:
         stream = self._enqueue(request)
@@ -170,7 +171,7 @@ class TransformersEngine:
         sampling = request.sampling
         if sampling.max_tokens is None or not 1 <= sampling.max_tokens <= request.rendered.room:
             raise PromptError(f"max_tokens must be 1 to {request.rendered.room}.", param="max_tokens")
-        row = Row(request.id, request.rendered.payload, Picker(sampling, model.defaults))
+        row = Row(request.id, list(request.rendered.payload), Picker(sampling, model.defaults))
         stream = self._streams[request.id] = _Stream(request, row, TextStream(model.text, sampling.stop))
         heapq.heappush(self._waiting, (request.priority, request.arrival, next(self._order), stream))
         self._work.set()
