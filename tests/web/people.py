@@ -96,12 +96,23 @@ def gather() -> People:
     )
 
 
+class ProcessClient(AsyncClient):
+    """Django's client, whose requests find the runtime of a web process as the server puts it there."""
+
+    def __init__(self, runtime: WebRuntime) -> None:
+        super().__init__()
+        self._runtime = runtime
+
+    def _base_scope(self, **request: Any) -> dict[str, Any]:
+        scope: dict[str, Any] = super()._base_scope(**request)  # type: ignore[misc]  # not in the stubs
+        return scope | {"state": {"runtime": self._runtime}}
+
+
 class KeyClient:
     """Calls with keys, as a web process answers them."""
 
     def __init__(self, authenticator: Authenticator) -> None:
-        runtime = WebRuntime(None, authenticator, None)  # type: ignore[arg-type]  # nothing polls, no scheduler
-        self._client = AsyncClient(state={"runtime": runtime})
+        self._client = ProcessClient(WebRuntime(None, authenticator, None))  # type: ignore[arg-type]  # nothing polls
 
     async def call(self, method: str, path: str, token: str | None, body: Any = None, **headers: str) -> Any:
         if token is not None:
