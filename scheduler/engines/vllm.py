@@ -152,6 +152,7 @@ class VllmEngine:
         self._defaults: Mapping[str, Any] = {}  # the model's own sampling defaults
         self._guard = ChatGuard(())
         self._long = ThreadPoolExecutor(1, thread_name_prefix="vllm-long-prompts")
+        self._work = _Work(clock)
         self._pids: tuple[int, ...] = ()
 
     # --- the Engine protocol ------------------------------------------------------------------------------------
@@ -202,6 +203,7 @@ class VllmEngine:
         )
         tokens, cached = len(request.produced), 0
         over = False
+        self._work.handed_over()
         try:
             async for output in stream:
                 step = output.outputs[0]
@@ -220,6 +222,7 @@ class VllmEngine:
         except self._api.Error as error:
             raise RequestFailedError(f"The engine could not run the request: {error}") from error
         finally:
+            self._work.came_back()
             if not over:
                 # By the outer id: vLLM knows no inner one yet if we are cancelled while it takes the request in.
                 await llm.abort(request.id)
@@ -251,7 +254,7 @@ class VllmEngine:
             config = api.AsyncEngineArgs(**self._arguments, logging_config=log).create_engine_config()
             if self._shaped:
                 _shape(config)
-            step_logger = _step_logger(api, self._clock, self._stepped)
+            step_logger = _step_logger(api, self._work, self._stepped)
             self._older = set(multiprocessing.active_children())
             try:
                 if self._closed:
@@ -406,7 +409,38 @@ def _finish_reason(step: Any) -> FinishReason | None:
         raise RequestFailedError(f"The engine ended the request: {step.finish_reason}.") from error
 
 
-def _step_logger(api: Any, clock: Clock, on_step: StepListener) -> type:
+class _Work:
+    """Since when the engine has had work without a pause: what a step's time is read off.
+
+    vLLM's own `elapsed_ms` leaves out its scheduling and the way between its processes, about a fifth of a short step;
+    and since it schedules ahead, it leaves out nearly all of the first step after a pause.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._requests = 0
+        self._since: float | None = None
+
+    def handed_over(self) -> None:
+        """A request is on its way to the engine."""
+        if not self._requests:
+            self._since = self._clock.now()
+        self._requests += 1
+
+    def came_back(self) -> None:
+        """A request is over, and so is its way back."""
+        self._requests -= 1
+        if not self._requests:
+            self._since = None
+
+    def step(self) -> tuple[float, float]:
+        """Now, at a report, and the seconds since the one before it or since work came."""
+        now = self._clock.now()
+        before, self._since = self._since, now if self._requests else None
+        return now, 0.0 if before is None else now - before
+
+
+def _step_logger(api: Any, work: _Work, on_step: StepListener) -> type:
     """vLLM's listener for step statistics, in the place of its Prometheus one.
 
     vLLM adds its own Prometheus logger unless it is given one; by being one, ours saves every step that work.
@@ -415,7 +449,6 @@ def _step_logger(api: Any, clock: Clock, on_step: StepListener) -> type:
     class StepLogger(api.PrometheusStatLogger):  # type: ignore[misc]  # its type is unknown here
         def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
             self.engine_indexes = engine_indexes or [0]
-            self._busy_since: float | None = None  # the last report, if something ran after it
 
         def log_engine_initialized(self) -> None:
             pass
@@ -427,28 +460,18 @@ def _step_logger(api: Any, clock: Clock, on_step: StepListener) -> type:
             pass
 
         def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-            if scheduler_stats is None:
-                return
-            now = clock.now()
-            on_step(_report(scheduler_stats, iteration_stats, now, self._busy_since))
-            self._busy_since = now if scheduler_stats.num_running_reqs else None
+            if scheduler_stats is not None:
+                on_step(_report(scheduler_stats, iteration_stats, *work.step()))
 
     return StepLogger
 
 
-def _report(scheduler: Any, iteration: Any, now: float, busy_since: float | None) -> StepReport:
-    """A step. One that only cleans up after aborts has no details: it took no time worth counting.
-
-    vLLM's `elapsed_ms` leaves out its own scheduling and the way between its processes, about a fifth of a short step.
-    While the engine does not pause, a step lasts from report to report.
-    """
+def _report(scheduler: Any, iteration: Any, now: float, passed: float) -> StepReport:
+    """A step. One that only cleans up after aborts has no details: it took no time worth counting."""
     details = scheduler.iteration_details
-    elapsed = details.elapsed_ms / 1000 if details else 0.0
-    if details and busy_since is not None:
-        elapsed = max(elapsed, now - busy_since)
     return StepReport(
         at=now,
-        elapsed=elapsed,
+        elapsed=max(details.elapsed_ms / 1000, passed) if details else 0.0,
         prefill_tokens=details.num_ctx_tokens if details else 0,
         decode_seqs=details.num_generation_requests if details else 0,
         running=scheduler.num_running_reqs,

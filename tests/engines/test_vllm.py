@@ -32,7 +32,7 @@ from scheduler.engines.base import (
     Sampling,
     Terms,
 )
-from scheduler.engines.vllm import _step_logger
+from scheduler.engines.vllm import _step_logger, _Work
 from scheduler.engines.vllm_options import FIXED
 from tests.engines.contract import EngineContract, Rig, StepLog
 from tests.engines.third_party import VLLM_WARNINGS
@@ -336,20 +336,30 @@ class TestStart:
         return EngineStartError(str(failed.value), hint=failed.value.hint)
 
 
-async def test_a_step_lasts_from_report_to_report_while_the_engine_does_not_pause() -> None:
-    """vLLM's own figure leaves out its scheduling and the way between its processes."""
+async def test_a_step_lasts_from_report_to_report_and_the_first_one_from_when_work_came() -> None:
+    """vLLM's own figure leaves out its scheduling, the way between its processes, and what it did ahead."""
     from vllm.v1.metrics.stats import SchedulerStats
 
     clock, reports = ManualClock(), StepLog()
-    logger = _step_logger(SimpleNamespace(PrometheusStatLogger=object), clock, reports)(None)
-    for pause, running, elapsed_ms in ((1.0, 1, 5), (0.008, 1, 5), (0.008, 0, 5), (60.0, 1, 5), (0.001, 1, None)):
+    work = _Work(clock)
+    logger = _step_logger(SimpleNamespace(PrometheusStatLogger=object), work, reports)(None)
+
+    async def report_after(pause: float, elapsed_ms: int | None = 5) -> float:
         await clock.advance(pause)
         details = SimpleNamespace(elapsed_ms=elapsed_ms, num_ctx_tokens=0, num_generation_requests=1)
-        stats = SchedulerStats(num_running_reqs=running, iteration_details=details if elapsed_ms else None)
-        logger.record(stats, None)
-    elapsed = [report.elapsed for report in reports.reports]
-    # the first, two that follow at once, one after a minute without work, and a clean-up that is no step
-    assert elapsed == pytest.approx([0.005, 0.008, 0.008, 0.005, 0.0])
+        logger.record(SchedulerStats(num_running_reqs=1, iteration_details=details if elapsed_ms else None), None)
+        return reports.reports[-1].elapsed
+
+    await clock.advance(60.0)
+    work.handed_over()
+    assert await report_after(0.050, elapsed_ms=1) == pytest.approx(0.050)
+    work.handed_over()
+    assert await report_after(0.008) == pytest.approx(0.008)
+    work.came_back()
+    assert await report_after(0.008) == pytest.approx(0.008)
+    assert await report_after(0.001, elapsed_ms=None) == 0.0, "cleaning up is no step"
+    work.came_back()
+    assert await report_after(60.0) == pytest.approx(0.005), "an idle minute is no step"
 
 
 def test_the_arguments_we_fix_exist() -> None:
