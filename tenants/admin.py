@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from allauth.account.models import EmailAddress
 from django import forms
 from django.contrib import admin, messages
 from django.contrib.auth.admin import GroupAdmin as BaseGroupAdmin
@@ -291,6 +292,7 @@ class ChangeAdmin(ReadOnlyAdmin):
 
 admin.site.unregister(User)
 admin.site.unregister(Group)
+admin.site.unregister(EmailAddress)  # nothing here sends mail
 
 
 @admin.register(User)

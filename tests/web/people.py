@@ -14,6 +14,7 @@ from django.contrib.auth.models import User
 from django.test import AsyncClient, Client
 
 from harness_web.runtime import WebRuntime
+from scheduler.gateway import GatewayUnavailable
 from tenants.auth import Authenticator
 from tenants.models import Membership, Tenant, Tier
 from tests.tenants.conftest import Issued, issue
@@ -108,11 +109,33 @@ class ProcessClient(AsyncClient):
         return scope | {"state": {"runtime": self._runtime}}
 
 
-class KeyClient:
-    """Calls with keys, as a web process answers them."""
+class NoGateway:
+    """A web process that no scheduler is connected to."""
 
-    def __init__(self, authenticator: Authenticator) -> None:
-        self._client = ProcessClient(WebRuntime(None, authenticator, None))  # type: ignore[arg-type]  # nothing polls
+    async def ask(self, what: str, **args: Any) -> Any:
+        raise GatewayUnavailable("no scheduler")
+
+    find = ask
+
+    def models(self) -> dict[str, str]:
+        return {}
+
+    def connected(self) -> bool:
+        return False
+
+
+class KeyClient:
+    """Calls with keys, or with the session of `user`, as a web process without a scheduler answers them."""
+
+    def __init__(self, authenticator: Authenticator, user: User | None = None) -> None:
+        runtime = WebRuntime(None, authenticator, NoGateway())  # type: ignore[arg-type]  # nothing polls
+        self._client = ProcessClient(runtime)
+        if user is not None:
+            self._client.force_login(user)
+
+    @property
+    def cookies(self) -> str:
+        return "; ".join(f"{name}={morsel.value}" for name, morsel in self._client.cookies.items())
 
     async def call(self, method: str, path: str, token: str | None, body: Any = None, **headers: str) -> Any:
         if token is not None:
