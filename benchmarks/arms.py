@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from scheduler.core.books import Books
 from scheduler.core.length_model import LengthModel
 from scheduler.core.policies import POLICIES, Candidate, Offer, Policy
-from scheduler.core.policies.batching_aware import OPTIMISTIC, BatchingAware
+from scheduler.core.policies.batching_aware import DUE, OPTIMISTIC, BatchingAware
 from scheduler.core.policies.edf import Edf
 from scheduler.core.types import OnInfeasible, PolicyConfig, Reason, Refusal, Request, TierSpec
 from scheduler.simulator.profiles import Profile
@@ -24,8 +24,8 @@ MIDDLE_HEADROOM = 0.20
 GATE_QUEUE, GATE_KV = 5, 0.8
 
 
-class WithoutForecast(BatchingAware):
-    """Memory is what is held now, not what it will grow to."""
+class PresentMemory(BatchingAware):
+    """Headroom is kept of what is held now, not of what it will grow to."""
 
     def _room(self, request: Request, tier: TierSpec, reason: Reason) -> Reason | None:
         books = self.books
@@ -33,9 +33,17 @@ class WithoutForecast(BatchingAware):
             return Reason.SLOTS_FULL
         blocked = books.batcher.blocked(request) or books.batcher.reserved_against(tier, self._better[tier.name])
         held = books.batcher.blocks + books.capacity.blocks(request.prompt_tokens + 1)
-        if blocked is None and held > (1 - tier.headroom) * books.capacity.total_blocks and len(books.batcher):
+        free = self._headroom(tier, reason in DUE)
+        if blocked is None and held > (1 - free) * books.capacity.total_blocks and len(books.batcher):
             return Reason.KV_FULL
         return blocked
+
+
+class WithoutForecast(PresentMemory):
+    """Whoever fits now goes."""
+
+    def _headroom(self, tier: TierSpec, due: bool) -> float:
+        return 0.0
 
 
 class WithoutBackfill(BatchingAware):
@@ -143,12 +151,15 @@ def _known(name: str, policy: type[Policy]) -> Iterator[None]:
 
 ARMS = {name: Arm(name, policy) for name, policy in POLICIES.items()}
 OURS = "batching_aware"
-WITHOUT_FORECAST = Arm("no memory forecast", WithoutForecast)
+MEMORY = [
+    Arm("headroom of present use", PresentMemory),
+    Arm("no forecast, no headroom", WithoutForecast),
+]
 ABLATIONS = [
     Arm("no refusal", BatchingAware, lambda tier: replace(tier, on_infeasible=OnInfeasible.LATE)),
     Arm("no reserved slots", BatchingAware, lambda tier: replace(tier, reserved_slots=0.0)),
     Arm("no floors", BatchingAware, lambda tier: replace(tier, floor=0.0)),
-    WITHOUT_FORECAST,
+    *MEMORY,
     Arm("one headroom for all", BatchingAware, lambda tier: replace(tier, headroom=MIDDLE_HEADROOM)),
     Arm("no backfill", WithoutBackfill),
     Arm("alpha 1", PlainDeadlines),

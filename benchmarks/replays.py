@@ -24,7 +24,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arms import ABLATIONS, ARMS, BASELINES, OURS, WITHOUT_FORECAST, Arm
+from benchmarks.arms import ABLATIONS, ARMS, BASELINES, MEMORY, OURS, Arm
 from benchmarks.report import RESULTS, keep
 from scheduler.bound import compute_bound
 from scheduler.core.service import FLOOR_CLAMP
@@ -37,12 +37,12 @@ from scheduler.simulator.workload import DEFAULT_TIERS, Demand, Workload, build_
 GUIDE = Path(__file__).resolve().parent.parent / "docs" / "scheduling.md"
 CHAT = "azure2023_conv_first38min.csv.gz"
 LONG = "mooncake_conversation.csv.gz"
+REASONING = "servegen_r1_first18h.csv.gz"
 DAY = "servegen_msmall_day.csv.gz"
 SEEDS = (1, 2, 3)
 BEST = min(DEFAULT_TIERS, key=lambda name: DEFAULT_TIERS[name].rank)
 GUARD_SLACK = 0.25  # engine-seconds; with twice the clamp and what is in flight, how far a floor may be behind
-PART = slice(6000, 12000)  # of the chat trace: the ramp and the peak, for sections with many runs
-TIGHT_POOLS = (100_000, 48_000, 24_000)  # KV tokens
+PART = (6000, 12000)  # of the chat trace: the ramp and the peak, for sections with many runs
 LOADS = 0.05  # of capacity: the grid on which the highest load is searched
 SPEED_ROWS = 100_000
 
@@ -66,7 +66,7 @@ class Setting:
 
     @property
     def title(self) -> str:
-        trace = {CHAT: "chat", LONG: "long context", DAY: "day"}[self.trace]
+        trace = {CHAT: "chat", LONG: "long context", REASONING: "reasoning", DAY: "day"}[self.trace]
         return f"{self.profile}, {trace}, rho {self.rho:g}"
 
 
@@ -243,6 +243,10 @@ def say(text: str) -> None:
 
 CHAT_SETTINGS = [Setting(CHAT, "h100-8b", rho) for rho in (0.7, 1.0, 1.3)]
 SLOW_SETTINGS = [Setting(CHAT, "a10g-7b", rho) for rho in (1.0, 1.3)]
+TIGHT = [  # pools in KV tokens
+    *(Setting(CHAT, "h100-8b", 1.3, part=PART, kv_tokens=tokens) for tokens in (100_000, 48_000, 24_000)),
+    Setting(REASONING, "h100-8b", 1.3, part=(0, 3000), kv_tokens=100_000),
+]
 LONG_SETTINGS = [Setting(LONG, "h100-8b", 1.0)]
 FEW = ("continuous", "priority", "article", OURS)
 MANY = ("continuous", "priority", "edf", "wfq", "article", OURS)
@@ -281,7 +285,7 @@ def policies() -> Iterator[Table]:
     yield Table(
         "Goodput over that of others, seeds pooled.",
         ["engine, trace, load", "over `priority`", "over `continuous`", f"{BEST} over `priority`, points"],
-        [_ratio_row(setting) for setting in [*CHAT_SETTINGS[1:], *SLOW_SETTINGS]],
+        [_ratio_row(setting) for setting in CHAT_SETTINGS[1:]],
     )
 
 
@@ -405,14 +409,13 @@ def _holds(setting: Setting, name: str) -> bool:
 
 def kv_tight() -> Iterator[Table]:
     rows = []
-    for tokens in TIGHT_POOLS:
-        setting = Setting(CHAT, "h100-8b", 1.3, part=(PART.start, PART.stop), kv_tokens=tokens)
+    for setting in TIGHT:
         reference = run(setting, ARMS["continuous"])
-        for arm in [*(ARMS[name] for name in FEW), WITHOUT_FORECAST]:
+        for arm in [*(ARMS[name] for name in FEW), *MEMORY]:
             found = run(setting, arm)
             rows.append(
                 [
-                    f"{tokens:,}",
+                    f"{setting.title}, {setting.kv_tokens:,}",
                     _name(arm),
                     f"{_per_thousand(found):.1f}",
                     f"{100 * found.recomputes / reference.recomputes:.1f} %",
@@ -421,9 +424,10 @@ def kv_tight() -> Iterator[Table]:
                 ]
             )
     yield Table(
-        f"`h100-8b` with smaller pools, chat trace, rows {PART.start:,} to {PART.stop:,}, rho 1.3 of the smaller "
-        "engine: the engine's recomputes and our evictions.",
-        ["KV tokens", "policy", "per 1,000 arrivals", "of `continuous`", "attained", "value"],
+        "Smaller pools, loads of the smaller engine: the engine's recomputes and our evictions. Rows "
+        f"{PART[0]:,} to {PART[1]:,} of the chat trace, the first 3,000 of the reasoning "
+        "trace, whose outputs are longer than its prompts.",
+        ["engine, trace, load, KV tokens", "policy", "per 1,000 arrivals", "of `continuous`", "attained", "value"],
         rows,
     )
 
@@ -437,7 +441,7 @@ def _name(arm: Arm) -> str:
 
 
 def ablations() -> Iterator[Table]:
-    settings = [*CHAT_SETTINGS[1:], *SLOW_SETTINGS]
+    settings = [*CHAT_SETTINGS[1:], *(replace(setting, part=PART) for setting in SLOW_SETTINGS)]
     rows = []
     for arm in [ARMS[OURS], *ABLATIONS, *BASELINES]:
         cells = []
@@ -446,15 +450,15 @@ def ablations() -> Iterator[Table]:
             cells.append(f"{_attainments(found)}, {found.value:.3f}")
         rows.append([_name(arm), *cells])
     yield Table(
-        "The chat trace, seed 1: attainment of vip/paid/free in per cent, value. Rows up to `alpha` and controller are "
-        "the default policy without one part.",
+        f"The chat trace (on `a10g-7b` rows {PART[0]:,} to {PART[1]:,}), seed 1: attainment of vip/paid/free in per "
+        "cent, value. Rows up to the controller are the default policy without one part.",
         ["arm", *(f"{setting.profile}, rho {setting.rho:g}" for setting in settings)],
         rows,
     )
 
 
 def scenarios() -> Iterator[Table]:
-    base = Setting(CHAT, "h100-8b", 1.0, part=(PART.start, PART.stop))
+    base = Setting(CHAT, "h100-8b", 1.0, part=PART)
     offered = {
         "bursts: 3 x for 20 s of 200": replace(base, shape="bursts"),
         "vip surge: 85/10/5": replace(base, rho=1.3, mix=(85, 10, 5)),
@@ -472,7 +476,7 @@ def scenarios() -> Iterator[Table]:
         values = [one.others_value if flooded else one.value for one in found.values()]
         rows.append([title, *(f"{value:.3f}" for value in values), _attainments(found[OURS])])
     yield Table(
-        f"`h100-8b`, chat trace, rows {PART.start:,} to {PART.stop:,}, rho 1.0 (the surge and the flood 1.3): value; "
+        f"`h100-8b`, chat trace, rows {PART[0]:,} to {PART[1]:,}, rho 1.0 (the surge and the flood 1.3): value; "
         "in the flood, that of the other tenants' requests.",
         ["scenario", *(f"`{name}`" for name in FEW), f"attained by `{OURS}`"],
         rows,
