@@ -35,6 +35,9 @@ class Metrics:
         )
         self.refused = counter("refusals", "Requests that never ran, by reason", "tier", "model", "reason")
         self.tokens = counter("tokens", "Tokens read and written", "tier", "model", "kind")
+        self.engine_time = counter(
+            "engine_charged_seconds", "Engine time that requests were charged, counted at their end", "tier", "model"
+        )
         self.judged = counter("contracts", "Requests judged against their contract", "tier", "attained")
         self.ttft = histogram("ttft", "Arrival to first token", SECONDS, "tier")
         self.e2e = histogram("e2e", "Arrival to end", SECONDS, "tier")

@@ -154,6 +154,7 @@ class Statistics:
         self.tiers[tier].requests.add(now, 1)
         self.metrics.requests.labels(tier, model, status).inc()
         self.metrics.tokens.labels(tier, model, "prompt").inc(flight.prompt_tokens)
+        self.metrics.engine_time.labels(tier, model).inc(flight.engine_seconds)
         self.metrics.e2e.labels(tier).observe(now - flight.arrival)
         self._judged(flight, attained, now)
 
