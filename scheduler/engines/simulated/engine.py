@@ -292,7 +292,9 @@ class SimulatedEngine:
             self._close_aborted(sequence.id)
         for sequence in result.ended:
             self._end(sequence)
-        self._log.flush()
+        # When whoever reads the streams has taken the step's tokens: of a process that is killed, the record has what
+        # was delivered.
+        asyncio.get_running_loop().call_soon(self._log.flush)
         self._on_step(self._report(result, now, elapsed))
 
     def _report(self, result: StepResult, now: float, elapsed: float) -> StepReport:

@@ -2,8 +2,8 @@
 
 `<data dir>/simulated/<model>.jsonl` has a line for each change of a request (the request as it is now) and one for
 each step that made tokens (the numbers of the requests that made one). What happens between two steps is written at
-once, what a step does with one write at its end. A file of MAX_BYTES is kept as `<model>.old.jsonl`, and the requests
-that are still open go on in a new one.
+once, what a step does with one write after its tokens have been handed over. A file of MAX_BYTES is kept as
+`<model>.old.jsonl`, and the requests that are still open go on in a new one.
 
 Instants are Unix seconds. Steps count from 1; `received_step` and `aborted_step` are the last step that had ended
 then, `started_step` and `ended_step` the step that did it. A request that is aborted while the engine steps is thus
