@@ -126,9 +126,14 @@ class Product:
         finally:
             if self.process.poll() is None:
                 self.process.kill()
-            assert self.process.stdout is not None
-            self.process.stdout.close()
+            self.release()
             shutil.rmtree(self.data_dir, ignore_errors=True)
+
+    def release(self) -> None:
+        """Read no more of what it says. Its process has ended."""
+        assert self.process.stdout is not None
+        self._reader.join(5)
+        self.process.stdout.close()
 
     def _said(self, words: str) -> bool:
         return any(line.startswith(words) for line in self._lines)
