@@ -10,6 +10,7 @@ from asgiref.sync import sync_to_async
 from scheduler import config
 from scheduler.core.types import StepReport
 from scheduler.engines import create_engine
+from scheduler.engines.base import Terms
 from scheduler.gateway import Done, SamplingSpec
 from scheduler.models import Deployment, DeploymentStatus
 from tenants.models import Tier, UsageRecord
@@ -168,6 +169,32 @@ async def test_nothing_is_dispatched_while_the_engines_own_queue_does_not_empty(
         assert 'harness_engine_waiting{model="demo"} 0.0' not in metrics
         await product.until(lambda: late.done() and all(answer.done() for answer in many))
         assert isinstance(late.last, Done)
+
+
+async def test_the_engine_hears_deadline_rank_and_pace_of_a_request(start):
+    heard = []
+
+    def listening(name, model, options, *, clock, on_step, data_dir):
+        engine = create_engine(name, model, options, clock=clock, on_step=on_step, data_dir=data_dir)
+        generate = engine.generate
+
+        def listen(request):
+            heard.append(request)
+            return generate(request)
+
+        engine.generate = listen
+        return engine
+
+    async with start(engine_factory=listening) as product:
+        await product.ready()
+        answers = [product.submit(tier="vip"), product.submit(tier="free", stream=False)]
+        await product.until(lambda: all(answer.done() for answer in answers))
+    streamed, whole = sorted(heard, key=lambda request: request.terms.rank)
+    vip, free = [await Tier.objects.aget(name=name) for name in ("vip", "free")]
+    assert streamed.terms == Terms(vip.rank, vip.slo_tpot, whole=False)
+    assert whole.terms == Terms(free.rank, free.slo_tpot, whole=True)
+    assert streamed.priority == pytest.approx((streamed.arrival + vip.slo_ttft) * 1e6)
+    assert whole.priority == pytest.approx((whole.arrival + free.slo_e2e + 3 * free.slo_tpot) * 1e6)
 
 
 async def test_a_step_shaper_that_has_failed_is_counted(start):
