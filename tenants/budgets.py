@@ -361,7 +361,8 @@ def _forget_old(account: BudgetAccount) -> None:
         period__in=SHORT_PERIODS,
         ends_at__lt=timezone.now() - KEEP_SHORT,
     )
-    old.exclude(Exists(BudgetLease.objects.filter(account=OuterRef("pk"), amount__gt=0))).delete()
+    held = Exists(BudgetLease.objects.filter(account=OuterRef("pk"), amount__gt=0))
+    old.exclude(held).exclude(pk=account.pk).delete()
 
 
 def _set_terms(account: BudgetAccount, terms: Terms) -> list[Alert]:

@@ -114,7 +114,11 @@ class Leases:
     async def _next_turn(self, waiter: _Waiter, deadline: float) -> None:
         self._waiters.append(waiter)
         self._bell.set()
-        await first(_done(waiter.turned), self._clock.sleep(deadline - self._clock.now()))
+        try:
+            await first(_done(waiter.turned), self._clock.sleep(deadline - self._clock.now()))
+        finally:
+            if waiter in self._waiters:  # it has waited long enough, or its caller has gone
+                self._waiters.remove(waiter)
         if waiter.turned.done() and not waiter.turned.result():
             raise LeaseError("What is left of a budget cannot be checked at the moment.")
 
