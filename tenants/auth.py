@@ -42,7 +42,8 @@ MAX_KNOWN = 100_000
 MAX_READS = 256  # different unknown keys at a time
 READ_TRIES = 5
 
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Network = tuple[int, int, int]
+"""IP version, mask and masked address: `address in network` of `ipaddress` takes several times as long."""
 
 
 class AuthError(Exception):
@@ -149,7 +150,7 @@ def _entry(secret: KeySecret, version: int) -> _Entry:
         digest=secret.digest,
         pepper_version=secret.pepper_version,
         suspended=tenant.state != Tenant.State.ACTIVE,
-        networks=tuple(ipaddress.ip_network(entry) for entry in key.allowed_ips),
+        networks=tuple(_network(entry) for entry in key.allowed_ips),
     )
 
 
@@ -313,6 +314,11 @@ def _proves(entry: _Entry, token: str) -> bool:
         return False
 
 
+def _network(text: str) -> Network:
+    network = ipaddress.ip_network(text)
+    return network.version, int(network.netmask), int(network.network_address)
+
+
 def _within(networks: tuple[Network, ...], client_ip: str | None) -> bool:
     try:
         address = ipaddress.ip_address(client_ip or "")
@@ -320,7 +326,8 @@ def _within(networks: tuple[Network, ...], client_ip: str | None) -> bool:
         return False
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
         address = address.ipv4_mapped
-    return any(address in network for network in networks)
+    version, number = address.version, int(address)
+    return any(version == of and number & mask == masked for of, mask, masked in networks)
 
 
 def _bound(cache: dict[Any, Any], size: int) -> None:

@@ -6,11 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
+from ipaddress import ip_network
 from typing import Any
 
 import pytest
 from django.db import OperationalError
 from django.utils import timezone
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tenants import auth, keys
 from tenants.auth import (
@@ -97,7 +100,7 @@ async def test_unknown_wrong_revoked_and_expired_keys_get_one_answer(world: Worl
     other = await world.issue(name="other")
     # The right look-up part with another secret: the checksum holds, the digest does not.
     body = keys.PREFIX + other.secret.lookup + "0" * keys.SECRET_LENGTH
-    wrong = body + keys._checksum(body)
+    wrong = body + keys.checksum(body)
     answers = set()
     for token in (keys.mint().token, wrong, revoked.token, expired.token, "nonsense"):
         with pytest.raises(InvalidKeyError) as refused:
@@ -200,6 +203,22 @@ async def test_a_caller_who_leaves_does_not_cancel_the_read_of_the_others(world:
     await asyncio.sleep(0)
     first.cancel()
     assert (await second).tenant_slug == "acme"
+
+
+ADDRESSES = st.one_of(st.ip_addresses(v=4), st.ip_addresses(v=6))
+
+
+@given(ADDRESSES, st.lists(st.tuples(ADDRESSES, st.integers(0, 128)), max_size=4))
+def test_an_address_is_within_what_the_standard_library_says(address: Any, prefixes: list[tuple[Any, int]]) -> None:
+    networks = [ip_network((each, min(length, each.max_prefixlen)), strict=False) for each, length in prefixes]
+    plain = getattr(address, "ipv4_mapped", None) or address
+    found = auth._within(tuple(auth._network(str(network)) for network in networks), str(address))
+    assert found is any(plain in network for network in networks)
+
+
+@pytest.mark.parametrize("address", [None, "", "unknown", "10.0.0.1:80", "fe80::1%eth0"])
+def test_what_is_no_address_is_within_nothing_that_is_named(address: str | None) -> None:
+    assert not auth._within((auth._network("10.0.0.0/8"),), address)
 
 
 async def test_a_suspended_tenants_key_is_told_so(world: World) -> None:

@@ -170,7 +170,7 @@ async def test_fr_004_no_secret_is_in_an_answer_a_log_or_a_table(site: Site, cap
     revoked = await sync_to_async(issue)(site.people.acme, "r", revoked_at=datetime.now(UTC))
     other = await sync_to_async(add_secret)(site.people.acme_key.key)
     mistaken = keys.PREFIX + other.secret.lookup + "0" * keys.SECRET_LENGTH
-    refused = [secret, wrong, "", "s", "s" * 200, revoked.token, mistaken + keys._checksum(mistaken)]
+    refused = [secret, wrong, "", "s", "s" * 200, revoked.token, mistaken + keys.checksum(mistaken)]
     replies = [await worker.chat(token) for token in refused]
     answers = {(reply.status, reply.body) for reply in replies}
     assert len(answers) == 1 and replies[0].status == 401
