@@ -16,8 +16,9 @@ from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponseBase
 from unfold.admin import ModelAdmin, TabularInline
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
+from unfold.widgets import UnfoldAdminTextInputWidget
 
-from .audit import Act, describe
+from .audit import MAX_REASON, Act, describe
 from .changes import one_change
 from .key_changes import KeyConflictError, enable, issue, revoke, rotate
 from .models import (
@@ -45,7 +46,11 @@ def actor_of(request: HttpRequest) -> str:
 
 
 def act_of(request: HttpRequest) -> Act:
-    return Act(actor_of(request), source_ip=request.META.get("REMOTE_ADDR"))
+    return Act(actor_of(request), reason_of(request), request.META.get("REMOTE_ADDR"))
+
+
+def reason_of(request: HttpRequest) -> str:
+    return request.POST.get("reason", "")
 
 
 class AuditedAdmin(ModelAdmin):  # type: ignore[misc]  # the package has no types
@@ -54,8 +59,15 @@ class AuditedAdmin(ModelAdmin):  # type: ignore[misc]  # the package has no type
     def changeform_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
         if request.method != "POST":  # reading must not wait for the database's one writer
             return super().changeform_view(request, *args, **kwargs)  # type: ignore[no-any-return]
-        with one_change(actor=actor_of(request)):
+        with one_change(actor=actor_of(request), reason=reason_of(request)):
             return super().changeform_view(request, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def get_form(self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
+        """The model's form, and beside it why it is filled in."""
+        form: Any = kwargs.get("form", self.form)
+        reason = forms.CharField(required=False, max_length=MAX_REASON, widget=UnfoldAdminTextInputWidget)
+        kwargs["form"] = type(form.__name__, (form,), {"reason": reason})
+        return super().get_form(request, obj, change, **kwargs)
 
     def save_model(self, request: HttpRequest, obj: Any, form: forms.ModelForm[Any], change: bool) -> None:
         before = describe(type(obj)._default_manager.get(pk=obj.pk)) if change else None
@@ -300,6 +312,9 @@ class UserAdmin(BaseUserAdmin, AuditedAdmin):  # type: ignore[type-arg]  # gener
     form = UserChangeForm
     add_form = UserCreationForm
     change_password_form = AdminPasswordChangeForm
+
+    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
+        return (*super().get_fieldsets(request, obj), (None, {"fields": ("reason",)}))
 
     def log_change(self, request: HttpRequest, obj: Any, message: Any) -> Any:
         """The page that sets a password saves by itself, and says so only here."""

@@ -18,7 +18,7 @@ from scheduler.models import Deployment, PolicyVersion
 from tenants import keys
 from tenants.changes import current_version
 from tenants.ledger import record_usage
-from tenants.models import ApiKey, AuditEvent, KeySecret, Limit, Tenant, Tier, UsageRecord
+from tenants.models import ApiKey, AuditEvent, KeySecret, Limit, Membership, Price, Tenant, Tier, UsageRecord
 
 from .conftest import issue
 from .test_ledger import ROW
@@ -96,6 +96,17 @@ def test_a_key_changed_in_the_admin_is_on_record_once(browser: Client, acme: Ten
     event = AuditEvent.objects.get()
     assert (event.action, event.before["models"], event.after["models"]) == ("apikey.change", ["*"], ["demo"])
     assert event.tenant_id == str(acme.pk)
+
+
+@pytest.mark.parametrize("model", [Tier, Tenant, ApiKey, Limit, Price, Membership, User, Group, Deployment])
+def test_every_form_asks_why(browser: Client, model: type[Any]) -> None:
+    assert 'name="reason"' in browser.get(page(model, "add")).content.decode()
+
+
+def test_the_reason_is_on_record_with_the_change(browser: Client, acme: Tenant) -> None:
+    browser.post(page(Tier, "change", acme.tier.pk), values_of(acme.tier, weight=7, reason="peak hour"))
+    assert AuditEvent.objects.get().reason == "peak hour"
+    assert PolicyVersion.objects.get(version=config.current().version).reason == "peak hour"
 
 
 def test_what_a_person_may_do_is_on_record_with_its_relations(browser: Client) -> None:
