@@ -481,6 +481,6 @@ def test_a_failure_reaches_the_step_report() -> None:
         kv_cache_usage=0.0,
         kv_connector_stats={SHAPER_FAILURE: "RuntimeError: injected"},
     )
-    assert adapter._report(stats, None, 1.0, None).shaper_failure == "RuntimeError: injected"
+    assert adapter._report(stats, None, 1.0, 0.0).shaper_failure == "RuntimeError: injected"
     stats.kv_connector_stats = None
     assert adapter._report(stats, None, 2.0, 1.0).shaper_failure is None
