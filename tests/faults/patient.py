@@ -108,7 +108,7 @@ class Patient:
     def idle(self) -> None:
         """Wait until nothing waits or runs and everything is in the database."""
         until = time.monotonic() + BACK_WITHIN
-        while self.busy() or books.unsettled(self.data_dir):
+        while self._unsettled():
             assert time.monotonic() < until, f"it does not settle:\n{self._product.output[-4000:]}"
             time.sleep(0.1)
 
@@ -167,6 +167,12 @@ class Patient:
     def busy(self) -> int:
         status = self.get("/v1/queue/status")
         return sum(tier["running"] + tier["waiting"] for tier in status["tiers"].values())
+
+    def _unsettled(self) -> bool:
+        try:
+            return bool(self.busy() or books.unsettled(self.data_dir))
+        except httpx.HTTPStatusError:  # a key that is not known yet cannot be checked while the database is away
+            return True
 
     def _manage(self, *arguments: str) -> str:
         environment = os.environ | {"HARNESS_DATA_DIR": str(self.data_dir)}
