@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help run test setup lint bench bench-scheduling bench-replays clean lock
+.PHONY: help run test test-faults setup lint bench bench-scheduling bench-replays clean lock
 
 PYTHON_BIN := .venv/bin/python
 # Options for what the target starts, as in: make run ARGS="--port 9000 --engine simulated"
@@ -14,6 +14,9 @@ run: setup ## from nothing to a served model: environment, demo model, database,
 test: setup lint ## from nothing: environment, linters, types, import contracts, the whole test suite
 	@$(PYTHON_BIN) -m pytest
 
+test-faults: setup ## the ledger proved by 200 kills of random processes under load: about twenty minutes (ARGS="--kills 50 --seed 7")
+	@$(PYTHON_BIN) -m tests.faults.killing $(ARGS)
+
 setup: ## make .venv and install the locked packages (quick when nothing changed)
 	@requirements/install.sh
 
@@ -24,7 +27,7 @@ lint: setup ## ruff, formatting, strict types, import contracts
 	@.venv/bin/lint-imports
 
 bench: setup ## side-by-side measurements, about three minutes; each prints a table of ratios
-	@set -e; for name in core memory wire gateway settlement; do echo "== benchmarks/$$name.py"; $(PYTHON_BIN) -m benchmarks.$$name; done
+	@set -e; for name in auth core memory wire gateway settlement; do echo "== benchmarks/$$name.py"; $(PYTHON_BIN) -m benchmarks.$$name; done
 
 bench-scheduling: setup ## policies on the real engine, vLLM alone beside them: about two hours (ARGS="--blocks 4 --seconds 15")
 	@$(PYTHON_BIN) -m benchmarks.scheduling $(ARGS)
