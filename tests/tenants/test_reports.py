@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tenants import reports
+from tenants.exports import csv_lines
 from tenants.ledger import UsageRow, record_usage
 from tenants.models import UsageRecord
 from tenants.periods import period_of
@@ -242,3 +244,26 @@ def test_records_are_all_rows_in_order_whatever_the_page(monkeypatch: pytest.Mon
     assert len(whole) == len({row[1] for row in whole}) == UsageRecord.objects.filter(arrived_at__lt=LAST).count()
     monkeypatch.setattr(reports, "PAGE", 7)
     assert list(reports.records(UsageRecord.objects.all(), unix(FIRST), unix(LAST))) == whole
+
+
+def test_an_export_needs_no_more_memory_for_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FR-071."""
+    monkeypatch.setattr(reports, "PAGE", 500)
+    rows = [
+        replace(ROW, request_id=f"r{number}", arrived_at=FIRST + timedelta(seconds=number)) for number in range(9_000)
+    ]
+    record_usage(rows[:3_000])
+    few = peak_of_export()
+    record_usage(rows[3_000:])
+    assert peak_of_export() < few * 1.3
+
+
+def peak_of_export() -> int:
+    """Bytes."""
+    everything = UsageRecord.objects.all()
+    tracemalloc.start()
+    lines = csv_lines(list(reports.RECORD), reports.records(everything, unix(FIRST), unix(LAST)), everything.count())
+    assert sum(len(line) for line in lines) > 100_000
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak
