@@ -57,7 +57,7 @@ async def test_while_usage_cannot_be_recorded_nothing_new_runs(start, monkeypatc
 async def test_a_database_that_is_away_delays_the_ledger_and_nothing_else(start, monkeypatch):
     record_usage = ledger.record_usage
 
-    def away(rows):
+    def away(rows, **changes):
         raise OperationalError("no such host")
 
     async with start() as product:
