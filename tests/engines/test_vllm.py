@@ -216,32 +216,6 @@ class TestShapedVllm(TestVllm):
         terms = Terms(rank, tpot=10.0, whole=False)
         return dataclasses.replace(request, priority=deadline, cache_salt=name, terms=terms)
 
-    async def race(self, rig: Rig, name: str, rank: int, long_rank: int, ttft: float) -> str:
-        """Which has its first token first: a long prompt that runs, or a short one that comes then."""
-        order: list[str] = []
-
-        async def note(request: EngineRequest) -> None:
-            async with self.stream(rig.engine, request):
-                order.append(request.id.partition("-")[0])
-
-        long = await self.termed(rig, f"long-{name}", long_rank, words=900, max_tokens=2)
-        since = len(rig.steps.reports)
-        first = asyncio.create_task(note(long))
-        await rig.steps.until(lambda report: report.prefill_tokens > 0, since)
-        await asyncio.gather(
-            first, note(await self.termed(rig, f"short-{name}", rank, words=100, max_tokens=2, ttft=ttft))
-        )
-        return order[0]
-
-    async def races(self, rig: Rig, name: str, rank: int, long_rank: int = 3) -> AsyncIterator[str]:
-        """How such races end. Deadlines differ, for that of some to be near, but ahead, however fast the machine is."""
-        for turn in range(40):
-            yield await self.race(rig, f"{name}-{turn}", rank, long_rank, ttft=0.01 * 1.5 ** (turn % 10))
-
-    async def test_a_better_rank_overtakes_a_long_prompt_that_runs(self, rig: Rig) -> None:
-        assert {winner async for winner in self.races(rig, "equal", 3)} == {"long"}
-        assert "short" in [winner async for winner in self.races(rig, "better", 1)]
-
     async def test_under_load_every_answer_is_what_it_is_alone(self, rig: Rig) -> None:
         """Long prompts of a worse rank, short ones of the best, streams far ahead of their pace; a third is aborted."""
         shapes = ((3, 700, 4), (3, 20, 120), (1, 110, 8), (2, 300, 30), (1, 60, 4), (3, 500, 60))
@@ -267,10 +241,18 @@ class TestShapedVllm(TestVllm):
         assert rig.steps.reports[-1].running == rig.steps.reports[-1].waiting == rig.steps.reports[-1].kv_usage == 0
 
     async def test_a_shaper_that_fails_is_reported_once_and_missed_by_nobody(self, rig: Rig) -> None:
-        assert not [report for report in rig.steps.reports if report.shaper_failure]
+        """Short prompts meet a long one that runs. What the shaper does with ranks that compare needs no real engine."""
         no_rank: Any = "third"  # which cannot be compared with another
-        assert [winner async for winner in self.races(rig, "broken", 1, no_rank)] == ["long"] * 40
-        assert {winner async for winner in self.races(rig, "after", 1)} == {"long"}
+        for turn in range(40):
+            # Deadlines differ, for that of some to be near, but ahead, however fast the machine is.
+            ttft = 0.01 * 1.5 ** (turn % 10)
+            long = await self.termed(rig, f"long-{turn}", no_rank, words=900, max_tokens=2)
+            since = len(rig.steps.reports)
+            first = asyncio.create_task(self.transcript(rig.engine, long))
+            await rig.steps.until(lambda report: report.prefill_tokens > 0, since)
+            short = await self.termed(rig, f"short-{turn}", 1, words=100, max_tokens=2, ttft=ttft)
+            answers = await asyncio.gather(first, self.transcript(rig.engine, short))
+            assert [answer.finished.completion_tokens for answer in answers] == [2, 2]
         (failure,) = [report.shaper_failure for report in rig.steps.reports if report.shaper_failure]
         assert failure.startswith("TypeError")
 
