@@ -241,7 +241,7 @@ class TestShapedVllm(TestVllm):
         assert rig.steps.reports[-1].running == rig.steps.reports[-1].waiting == rig.steps.reports[-1].kv_usage == 0
 
     async def test_a_shaper_that_fails_is_reported_once_and_missed_by_nobody(self, rig: Rig) -> None:
-        """Short prompts meet a long one that runs. What the shaper does with ranks that compare needs no real engine."""
+        """Short prompts meet a long one that runs. With ranks that compare, virtual time shows what it does."""
         no_rank: Any = "third"  # which cannot be compared with another
         for turn in range(40):
             # Deadlines differ, for that of some to be near, but ahead, however fast the machine is.
