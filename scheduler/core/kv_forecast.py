@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Iterable
-from itertools import accumulate, count
+from itertools import accumulate, count, repeat
 from operator import add, mul
 
 
@@ -52,11 +52,8 @@ class Forecast:
         at = bisect(self._order, -remaining)
         own = self._own(at, remaining, blocks)
         held = self._held[at - 1] if at else 0
-        self._totals[at:] = [
-            own,
-            *(total + growth + blocks for total, growth in zip(self._totals[at:], self._growths[at:], strict=True)),
-        ]
-        self._held[at:] = [held + blocks, *(one + blocks for one in self._held[at:])]
+        self._totals[at:] = [own, *map(add, map(add, self._totals[at:], self._growths[at:]), repeat(blocks))]
+        self._held[at:] = [held + blocks, *map(add, self._held[at:], repeat(blocks))]
         self._order.insert(at, -remaining)
         self._growths.insert(at, -(-remaining // self._block_size))
 

@@ -7,6 +7,7 @@ what runs will have ended. Another may go before it only if it has ended by then
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heapify, heappop
 
 from scheduler.core.batcher import Lengths
 from scheduler.core.books import Books
@@ -39,14 +40,12 @@ def reserve(books: Books, request: Request, slots: int, blocks: int, lengths: Le
         if flight.first_token is None and (prefill := books.service.prefill_left(flight.request.id)):
             end += books.prefill_seconds(prefill)
         flights.append((end, -(-(flight.request.prompt_tokens + flight.expected) // size)))
-    flights.sort()
+    heapify(flights)  # as a rule the first few are enough
     used_slots = len(flights)
     used_blocks = sum(held for _, held in flights)
     start = now
-    for end, held in flights:
-        if used_slots < slots and used_blocks + need <= blocks:
-            break
-        start = end
+    while flights and not (used_slots < slots and used_blocks + need <= blocks):
+        start, held = heappop(flights)
         used_slots -= 1
         used_blocks -= held
     return Reservation(request, start, slots - used_slots - 1, blocks - used_blocks - need)
