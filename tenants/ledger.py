@@ -40,6 +40,7 @@ class UsageRow:
     wait_time: float
     compute_time: float
     attempt: int = 1
+    project: str = ""
     finish_reason: str = ""
     reason: str = ""
     stream: bool = False

@@ -37,6 +37,7 @@ WIDTHS = {"1m": ("minute", 60), "1h": ("hour", HOUR), "1d": ("day", DAY)}
 GROUPS: dict[str, dict[str, str]] = {
     "tenant": {"tenant": "tenant_slug"},
     "key": {"key": "key_name", "key_id": "key_id"},
+    "project": {"project": "project"},
     "model": {"model": "model"},
     "tier": {"tier": "tier"},
 }
@@ -58,6 +59,7 @@ RECORD = {
     "tenant": "tenant_slug",
     "key": "key_name",
     "key_id": "key_id",
+    "project": "project",
     "tier": "tier",
     "model": "model",
     "status": "status",

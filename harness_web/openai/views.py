@@ -19,6 +19,7 @@ from tenants.auth import Principal
 
 MODELS_SINCE = 1_767_225_600  # `created` of every model: 2026-01-01, the same on every worker and after every restart
 SMALLEST_TOP_P = 1e-9
+PROJECT_LENGTH = 64  # characters of the tag that the ledger keeps
 
 
 async def chat_completions(exchange: Exchange, runtime: WebRuntime) -> None:
@@ -81,7 +82,13 @@ def submission(exchange: Exchange, principal: Principal, chat: ChatRequest) -> S
         slo_threshold=chat.slo_threshold,
         queue_timeout=chat.queue_timeout,
         simulate=chat.simulate,
+        project=project(exchange.header(b"openai-project")),
     )
+
+
+def project(header: str) -> str:
+    """The caller's tag as the ledger can keep it: no database takes every control character."""
+    return "".join(filter(str.isprintable, header)).strip()[:PROJECT_LENGTH]
 
 
 def caller(principal: Principal) -> Caller:

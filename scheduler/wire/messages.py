@@ -111,6 +111,7 @@ class Submit(Message, tag=3):
     slo_threshold: float | None = None  # seconds
     queue_timeout: float | None = None  # seconds
     simulate: dict[str, Any] | None = None
+    project: str = ""  # the caller's own tag, for reports
 
 
 class Cancel(Message, tag=4):

@@ -153,6 +153,7 @@ class Endings:
             policy_version=flight.policy_version,
             price=None if flight.price is None else flight.price.id,
             limits=tuple(LimitCharge(one.scope, one.owner, one.model, one.kind, one.value) for one in flight.limits),
+            project=flight.submit.project,
             leased=flight.leased,
             epoch=self._epoch,
         )

@@ -75,6 +75,7 @@ def usage_row(ending: Ending, prices: Mapping[int, Price]) -> UsageRow:
         tenant_slug=intent.tenant_slug,
         key_id=intent.key_id,
         key_name=intent.key_name,
+        project=intent.project,
         tier=intent.tier,
         model=intent.model,
         deployment=intent.deployment,

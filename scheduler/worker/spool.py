@@ -63,6 +63,7 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int
     price: int | None
     limits: tuple[LimitCharge, ...]
+    project: str = ""
     leased: tuple[AccountKey, ...] = ()  # accounts of budgets that pay from a lease
     epoch: int
 

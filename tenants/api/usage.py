@@ -69,6 +69,7 @@ class ResultSerializer(serializers.Serializer[dict[str, Any]]):
     tenant = serializers.CharField(required=False)
     key = serializers.CharField(required=False)
     key_id = serializers.CharField(required=False)
+    project = serializers.CharField(required=False)
     model = serializers.CharField(required=False)
     tier = serializers.CharField(required=False)
     input_tokens = serializers.IntegerField()

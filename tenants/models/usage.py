@@ -28,6 +28,7 @@ class UsageRecord(AppendOnly, TenantOwned):  # type: ignore[misc]  # two manager
     tenant_slug = models.CharField(max_length=64)
     key_id = models.CharField(max_length=32)
     key_name = models.CharField(max_length=64)
+    project = models.CharField(max_length=64, default="", blank=True, help_text="the caller's own tag")
     tier = models.CharField(max_length=64)
     model = models.CharField(max_length=200)
     deployment = models.CharField(max_length=200)

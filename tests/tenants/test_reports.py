@@ -89,6 +89,7 @@ def year(db: None) -> list[UsageRow]:
                 tenant_slug=f"t{tenant}",
                 key_id=f"{tenant}{key}",
                 key_name=f"k{key}",
+                project=dice.choice(["", "search"]),
                 tier=dice.choice(["vip", "free"]),
                 model=dice.choice(["a", "b"]),
                 prompt_tokens=dice.randint(0, 1000),
