@@ -178,6 +178,7 @@ def _remove_tiers(parts: Sequence[TierPart], run: Run) -> None:
 
 
 def apply_tenant(part: TenantPart, path: str, run: Run) -> None:
+    """One tenant with its limits and keys. `path` is where mistakes are said to be. Raises DocumentError."""
     tenant = Tenant.objects.filter(slug=part.slug).first()
     if part.state == "absent":
         if tenant is not None:
@@ -199,7 +200,7 @@ def apply_tenant(part: TenantPart, path: str, run: Run) -> None:
 
 
 def apply_key(part: KeyPart, tenant: Tenant, path: str, run: Run, *, owner: User | None = None) -> None:
-    """`owner` is whose a new key is."""
+    """One key with its limits; `owner` is whose a new one is. Raises DocumentError."""
     key = tenant.keys.filter(name=part.name, revoked_at__isnull=True).first()
     if part.state == "absent":
         if key is not None:
@@ -233,7 +234,7 @@ def _find(model: type[ModelT], path: str, **by: Any) -> ModelT:
 
 
 def apply_limits(part: Limits, owner: Mapping[str, Tier | Tenant | ApiKey], path: str, run: Run) -> None:
-    """`owner` is the one foreign key of the limits, by name."""
+    """The limits of `owner`, which is their one foreign key, by name. Raises DocumentError."""
     present = {(one.model, one.kind, one.period, one.currency): one for one in Limit.objects.filter(**owner)}
     who = " ".join(f"{kind} {thing}" for kind, thing in owner.items())
     parts = [("", part, path), *((model, limits, f"{path}.models.{model}") for model, limits in part.models.items())]

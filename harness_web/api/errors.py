@@ -13,6 +13,7 @@ from harness_web.openai.errors import ApiError, envelope, error_headers
 from scheduler.gateway import GatewayUnavailable
 from tenants.api.errors import Conflict
 from tenants.documents import DocumentError
+from tenants.key_changes import KeyConflictError
 
 log = structlog.get_logger(__name__)
 
@@ -26,6 +27,7 @@ REASONS: dict[type[Exception], str] = {
     exceptions.UnsupportedMediaType: "unsupported_media_type",
     exceptions.ValidationError: "invalid_value",
     Conflict: "conflict",
+    KeyConflictError: "conflict",
     GatewayUnavailable: "scheduler_lost",
 }
 

@@ -171,7 +171,7 @@ def test_an_owner_manages_every_key_of_the_tenant(people: People) -> None:
 
 def test_only_operators_touch_keys_that_run_the_installation(people: People) -> None:
     refused = people.ann.post("keys", {"name": "root", "scopes": ["admin"]})
-    assert "managed by operators" in error(refused, 403)["message"]
+    assert "does not manage keys with the scope 'admin'" in error(refused, 403)["message"]
     refused = people.ann.patch(f"keys/{people.acme_key.key.pk}", {"scopes": ["inference", "admin"]})
     assert error(refused, 403)["code"] == "insufficient_permissions"
     ops = issue(people.acme, "ops", scopes=["admin"]).key
@@ -180,6 +180,15 @@ def test_only_operators_touch_keys_that_run_the_installation(people: People) -> 
     error(people.ann.patch(f"keys/{ops.pk}", {"scopes": ["inference"]}), 403)
     assert ops.secrets.count() == 1 and not ApiKey.objects.filter(name="root").exists()
     assert people.olga.post(f"keys/{ops.pk}/rotate").status_code == 200
+
+
+def test_a_developer_makes_no_key_that_sees_more_than_they(people: People) -> None:
+    refused = people.dev.post("keys", {"name": "books", "scopes": ["usage"]})
+    assert "scope 'usage'" in error(refused, 403)["message"]
+    error(people.dev.patch(f"keys/{people.dev_key.key.pk}", {"scopes": ["inference", "usage"]}), 403)
+    assert people.ann.post("keys", {"name": "books", "scopes": ["usage"]}).status_code == 201
+    granted = issue(people.acme, "granted", scopes=["usage"], owner=people.dev.user).key
+    error(people.dev.post(f"keys/{granted.pk}/rotate"), 403)
 
 
 def test_a_key_of_an_operators_making_is_the_tenants(people: People) -> None:
