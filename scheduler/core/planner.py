@@ -328,9 +328,8 @@ class Planner:
 
     def _choose(self, batch_id: str, now: float) -> tuple[Dispatch | None, list[Decision]]:
         """The first candidate that the batcher lets in, or why none was; and in either case who is to make place."""
-        others: list[Decision] = []
+        held: dict[str, tuple[Request, Reason]] = {}
         preempts: list[Decision] = []
-        seen: set[str] = set()
         self._step_matters = False
         for candidate in self._policy.candidates(now):
             request = candidate.request
@@ -342,11 +341,11 @@ class Planner:
             if blocked is None:
                 dispatch = Dispatch(request, batch_id, candidate.reason, engine_priority=int(request.deadline * 1e6))
                 return dispatch, preempts
-            others.append(Hold(request, blocked))
-            seen.add(request.id)
+            held[request.id] = request, blocked
             self._step_matters = self._step_matters or blocked in STEP_REASONS
-        others += [Hold(head, Reason.RANKED_BEHIND) for head in self._queue.heads() if head.id not in seen]
-        return None, others + preempts
+        holds: list[Decision] = [Hold(*one) for one in held.values()]
+        holds += [Hold(head, Reason.RANKED_BEHIND) for head in self._queue.heads() if head.id not in held]
+        return None, holds + preempts
 
     def _start(self, request: Request, now: float) -> None:
         books = self._books

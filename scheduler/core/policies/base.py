@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from scheduler.core.batcher import InFlight
 from scheduler.core.books import Books
 from scheduler.core.types import Outcome, Reason, Refusal, Request, StepReport
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A waiting request that the policy would dispatch now, and the reason that it gives."""
 
     request: Request
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Blocked:
+class Blocked(NamedTuple):
     """A waiting request that the policy looked at and did not offer, and why."""
 
     request: Request
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class Evict:
+class Evict(NamedTuple):
     """A running request that the policy would take out of the engine, so that `request` can start in time."""
 
     request: Request

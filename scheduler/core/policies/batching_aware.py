@@ -307,7 +307,11 @@ class BatchingAware(Policy):
         self._reservation = None
         waiting: Request | None = None  # the one that has the pool's reservation
         served = self._worst  # ranks behind it may not go: a due prompt waits for a step that has room for it
-        for request, reason in self._turns(tiers, self._urgent(tiers, now), now):
+        seen: set[str] = set()  # a request has its first turn only
+        for request, reason in self._turns(tiers, self._urgent(tiers, now)):
+            if request is None or request.id in seen:
+                continue
+            seen.add(request.id)
             tier = self.books.tier(request)
             blocked = self._room(request, tier, reason) or self._interference(request, tier, reason, now)
             if blocked is None and tier.rank > served:
@@ -333,25 +337,19 @@ class BatchingAware(Policy):
             key = (tier, request.lane)
             self._lane_cost[key] = self._lane_cost.get(key, 0.0) + self.books.cost(request)
 
-    def _turns(self, tiers: list[TierSpec], urgent: list[Request], now: float) -> Iterator[tuple[Request, Reason]]:
-        offered: set[str] = set()
+    def _turns(self, tiers: list[TierSpec], urgent: list[Request]) -> Iterator[tuple[Request | None, Reason]]:
         accounts = self.books.service.tiers
         for tier in sorted(tiers, key=self._floor_order):
             credit = accounts[tier.name].credit
             suspended = self.books.level >= 3 and tier.rank != self._best
             if credit > GUARD_ABOVE and not suspended and (not urgent or self._absolute(tier)):
-                yield from self._offer(self._floor_head(tier), Reason.FLOOR_GUARD, offered)
+                yield self._floor_head(tier), Reason.FLOOR_GUARD
         for request in urgent:
-            yield from self._offer(request, Reason.URGENT, offered)
+            yield request, Reason.URGENT
         for tier in sorted(tiers, key=lambda one: (accounts[one.name].own.order(), one.rank)):
-            yield from self._offer(self._fair_head(tier), Reason.FAIR_TURN, offered)
-            yield from self._offer(self._first(tier), Reason.FAIR_TURN, offered)
-            yield from self._offer(self.books.queue.head(tier.name, Lane.LATE), Reason.LATE_TURN, offered)
-
-    def _offer(self, request: Request | None, reason: Reason, offered: set[str]) -> Iterator[tuple[Request, Reason]]:
-        if request is not None and request.id not in offered:
-            offered.add(request.id)
-            yield request, reason
+            yield self._fair_head(tier), Reason.FAIR_TURN
+            yield self._first(tier), Reason.FAIR_TURN
+            yield self.books.queue.head(tier.name, Lane.LATE), Reason.LATE_TURN
 
     def _urgent(self, tiers: list[TierSpec], now: float) -> list[Request]:
         """Heads whose latest start is near, of tiers that are not too far ahead of the others.
