@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from django.db.models import BigIntegerField, Count, F, Func, Min, QuerySet, Sum
+from django.db.models import BigIntegerField, Count, F, Func, Max, Min, QuerySet, Sum
 
 from .exports import Cell
 from .models import UsageRecord
@@ -174,9 +174,15 @@ def today(zone: str, now: float) -> tuple[int, int]:
     return day.starts, day.ends
 
 
-def records(rows: QuerySet[UsageRecord], start: int, end: int) -> Iterator[tuple[Cell, ...]]:
-    """The rows of `[start, end)` themselves, in order of arrival, as RECORD names them; read PAGE at a time."""
-    ordered = between(rows, start, end).order_by("arrived_at", "pk").values_list(*RECORD.values(), "pk")
+def as_of_now(rows: QuerySet[UsageRecord]) -> tuple[QuerySet[UsageRecord], int]:
+    """The rows that there are, without those that come while they are read, and their number."""
+    there = rows.order_by().aggregate(newest=Max("pk"), count=Count("pk"))
+    return rows.filter(pk__lte=there["newest"] or 0), there["count"]
+
+
+def records(rows: QuerySet[UsageRecord]) -> Iterator[tuple[Cell, ...]]:
+    """The rows themselves, in order of arrival, as RECORD names them; read PAGE at a time."""
+    ordered = rows.order_by("arrived_at", "pk").values_list(*RECORD.values(), "pk")
     page = list(ordered[:PAGE])
     while page:
         yield from (row[:-1] for row in page)

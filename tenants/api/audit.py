@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -12,12 +11,11 @@ from django.db.models import Q, QuerySet, TextField
 from django.db.models.functions import Cast
 from django.http import StreamingHttpResponse
 from drf_spectacular.types import OpenApiTypes
-from rest_framework.negotiation import BaseContentNegotiation
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from tenants import exports
-from tenants.api.base import PAGE, PageMark, PageSize, TenancyView, attachment, page_of
+from tenants.api.base import PAGE, AnyAccept, PageMark, PageSize, TenancyView, Writer, attachment, page_of
 from tenants.api.permissions import OWNERS
 from tenants.api.schema import documented
 from tenants.api.shapes import Out
@@ -26,8 +24,6 @@ from tenants.models import AuditEvent, Membership, Tenant
 from tenants.scoping import Reach
 
 BATCH = 500  # rows that an export has in memory
-
-Writer = Callable[[Sequence[str], Iterable[Sequence[exports.Cell]], int], Iterator[str]]
 
 
 class AuditFilter(Part, frozen=True, kw_only=True):
@@ -130,13 +126,6 @@ class AuditView(AuditAPI):
         """Who did what, the newest first."""
         query = self.query(AuditQuery)
         return page_of(self.events(query), query, self.document())
-
-
-class AnyAccept(BaseContentNegotiation):
-    """The address says what comes, whatever the client would like."""
-
-    def select_renderer(self, request: Request, renderers: Any, format_suffix: str | None = None) -> Any:
-        return renderers[0], renderers[0].media_type
 
 
 class AuditExportView(AuditAPI):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Annotated, Any, Protocol, TypeVar
@@ -12,9 +12,12 @@ from asgiref.sync import sync_to_async
 from django.db import models
 from django.http import Http404, StreamingHttpResponse
 from msgspec import Meta
+from rest_framework.negotiation import BaseContentNegotiation
+from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
+from tenants import exports
 from tenants.api.caller import Caller
 from tenants.api.permissions import admitted
 from tenants.apply import Run
@@ -30,6 +33,7 @@ BODY = "body"  # where the paths of mistakes begin, which the caller is told wit
 
 PartT = TypeVar("PartT", bound=Part)
 ModelT = TypeVar("ModelT", bound=models.Model)
+Writer = Callable[[Sequence[str], Iterable[Sequence[exports.Cell]], int], Iterator[str]]
 
 
 PageSize = Annotated[int, Meta(ge=1, le=LARGEST_PAGE)]
@@ -50,6 +54,13 @@ class PageQuery(Part, frozen=True, kw_only=True):
 
     limit: PageSize = PAGE
     page: PageMark | None = None
+
+
+class AnyAccept(BaseContentNegotiation):
+    """The address says what comes, whatever the client would like."""
+
+    def select_renderer(self, request: Request, renderers: Any, format_suffix: str | None = None) -> Any:
+        return renderers[0], renderers[0].media_type
 
 
 class TenancyView(APIView):

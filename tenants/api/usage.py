@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from asgiref.sync import sync_to_async
 from django.db.models import QuerySet
 from django.http import StreamingHttpResponse
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
-from rest_framework.renderers import BaseRenderer, JSONRenderer
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from tenants import exports, reports
-from tenants.api.base import TenancyView
+from tenants.api.base import AnyAccept, TenancyView, Writer, attachment
 from tenants.api.permissions import READERS
 from tenants.models import UsageRecord
 from tenants.models.tenant import valid_timezone
 
 PAGE, LARGEST_PAGE = 200, 1_440  # buckets: a day has so many minutes
-PART = 1_000  # lines of an export that are sent at a time
-
-Writer = Callable[[Sequence[str], Iterable[Sequence[exports.Cell]], int], Iterator[str]]
 
 
 class SpanSerializer(serializers.Serializer[dict[str, Any]]):
@@ -123,18 +117,11 @@ class UsageView(TenancyView):
         )
 
 
-class CsvRenderer(BaseRenderer):
-    """Only says that CSV may be asked for: answers write it themselves, errors are in JSON."""
-
-    media_type = "text/csv"
-    format = "csv"
-
-
 class CsvRecordsView(TenancyView):
     """The rows of the ledger, in order of arrival; see `tenants/exports.py` for the form."""
 
     admits = READERS
-    renderer_classes = [CsvRenderer, JSONRenderer]
+    content_negotiation_class = AnyAccept
 
     @extend_schema(  # type: ignore[untyped-decorator]
         operation_id="usage_records_csv",
@@ -142,13 +129,14 @@ class CsvRecordsView(TenancyView):
         responses={(200, "text/csv"): OpenApiTypes.STR},
     )
     def get(self, request: Request) -> StreamingHttpResponse:
-        return _export(self, exports.csv_lines, "text/csv; charset=utf-8", "csv")
+        return _export(self, exports.csv_lines, "text/csv", "csv")
 
 
 class JsonRecordsView(TenancyView):
     """The rows of the ledger, in order of arrival; see `tenants/exports.py` for the form."""
 
     admits = READERS
+    content_negotiation_class = AnyAccept
 
     @extend_schema(  # type: ignore[untyped-decorator]
         operation_id="usage_records_json",
@@ -159,15 +147,12 @@ class JsonRecordsView(TenancyView):
         return _export(self, exports.json_lines, "application/json", "json")
 
 
-def _export(view: TenancyView, write: Writer, content_type: str, suffix: str) -> StreamingHttpResponse:
+def _export(view: TenancyView, write: Writer, kind: str, suffix: str) -> StreamingHttpResponse:
     query = _validated(view.request, SpanSerializer)
-    rows, start, end = _rows(view, query), query["start_time"], query["end_time"]
-    count = reports.between(rows, start, end).count()
-    lines = write(list(reports.RECORD), reports.records(rows, start, end), count)
-    response = StreamingHttpResponse(_in_parts(lines), content_type=content_type)
-    response["Content-Disposition"] = f'attachment; filename="usage-{start}-{end}.{suffix}"'
-    response["X-Row-Count"] = str(count)
-    return response
+    start, end = query["start_time"], query["end_time"]
+    rows, count = reports.as_of_now(reports.between(_rows(view, query), start, end))
+    lines = write(list(reports.RECORD), reports.records(rows), count)
+    return attachment(lines, count, kind, f"usage-{start}-{end}.{suffix}")
 
 
 def _validated(request: Request, serializer: type[SpanSerializer]) -> dict[str, Any]:
@@ -192,10 +177,3 @@ def _bucket(bucket: reports.Bucket, columns: tuple[str, ...]) -> dict[str, Any]:
         result["currency"] = result["currency"] or None
         results.append(result)
     return {"start_time": bucket.start, "end_time": bucket.end, "results": results}
-
-
-async def _in_parts(lines: Iterator[str]) -> AsyncIterator[bytes]:
-    """Lines that wait for the database, read beside the event loop. What they raise cuts the connection."""
-    take = sync_to_async(lambda: "".join(islice(lines, PART)))
-    while part := await take():
-        yield part.encode()

@@ -240,11 +240,22 @@ class TestHistory:
 
 @pytest.mark.usefixtures("year")
 def test_records_are_all_rows_in_order_whatever_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = list(reports.records(UsageRecord.objects.all(), unix(FIRST), unix(LAST)))
+    rows = reports.between(UsageRecord.objects.all(), unix(FIRST), unix(LAST))
+    whole = list(reports.records(rows))
     assert [row[0] for row in whole] == sorted(row[0] for row in whole)
     assert len(whole) == len({row[1] for row in whole}) == UsageRecord.objects.filter(arrived_at__lt=LAST).count()
     monkeypatch.setattr(reports, "PAGE", 7)
-    assert list(reports.records(UsageRecord.objects.all(), unix(FIRST), unix(LAST))) == whole
+    assert list(reports.records(rows)) == whole
+
+
+@pytest.mark.usefixtures("year")
+def test_an_export_has_what_was_there_when_it_began() -> None:
+    """FR-071."""
+    rows, count = reports.as_of_now(UsageRecord.objects.all())
+    lines = csv_lines(list(reports.RECORD), reports.records(rows), count)
+    next(lines)
+    record_usage([replace(ROW, request_id="late", arrived_at=LAST)])
+    assert len(list(lines)) == count == ROWS
 
 
 def test_an_export_needs_no_more_memory_for_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,9 +272,9 @@ def test_an_export_needs_no_more_memory_for_more_rows(monkeypatch: pytest.Monkey
 
 def peak_of_export() -> int:
     """Bytes."""
-    everything = UsageRecord.objects.all()
     tracemalloc.start()
-    lines = csv_lines(list(reports.RECORD), reports.records(everything, unix(FIRST), unix(LAST)), everything.count())
+    rows, count = reports.as_of_now(UsageRecord.objects.all())
+    lines = csv_lines(list(reports.RECORD), reports.records(rows), count)
     assert sum(len(line) for line in lines) > 100_000
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
