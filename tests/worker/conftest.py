@@ -41,6 +41,7 @@ class Product:
         """Send a request and collect its events in the background."""
         self._ids += 1
         limits, budgets = changes.pop("limits", ()), changes.pop("budgets", ())
+        gateway = changes.pop("gateway", None)
         key, version = changes.pop("key", "7"), changes.pop("version", 1)
         fields: dict[str, Any] = {
             "id": f"req-{self._ids}",
@@ -53,9 +54,20 @@ class Product:
             "stream": True,
         }
         answer = Answer(Submit(**(fields | changes)))
-        answer.task = asyncio.create_task(answer.read(self.gateway))
+        answer.task = asyncio.create_task(answer.read(gateway or self.gateway))
         self._readers.append(answer.task)
         return answer
+
+    @asynccontextmanager
+    async def second_web(self) -> AsyncIterator[Gateway]:
+        """Another web process; at the end it is gone, with all its connections."""
+        gateway = Gateway(lambda: [ADDRESS], "web-2", self.transport, clock=self.clock)
+        await gateway.start()
+        try:
+            await self.until(lambda: "ready" in gateway.models().values())
+            yield gateway
+        finally:
+            await gateway.aclose()
 
     async def until(self, condition: Callable[[], bool | Awaitable[bool]], *, step: float = 0.01) -> None:
         """Let time pass until `condition` holds."""
@@ -189,8 +201,9 @@ def start(tmp_path: Path) -> Callable[..., Any]:
             "salt_secret": b"salt",
         }
         factory = {name: changes.pop(name) for name in ("engine_factory",) if name in changes}
+        wall = changes.pop("wall", lambda: WALL + clock.now())
         options = Options(**(fields | changes))
-        runtime = Runtime(options, clock=clock, wall=lambda: WALL + clock.now(), transport=transport, **factory)
+        runtime = Runtime(options, clock=clock, wall=wall, transport=transport, **factory)
         gateway = Gateway(lambda: [ADDRESS], "web-1", transport, clock=clock)
         product = Product(clock, transport, runtime, gateway, options)
         await runtime.start()
