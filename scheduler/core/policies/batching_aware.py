@@ -43,6 +43,7 @@ URGENT_SHARE = 0.5  # of the tier's deadline
 LEAD_BOUND = 2.0  # engine-seconds that an urgent tier may be ahead of the others
 PACE_MARGIN = 1.15
 PREFILL_SHARE = 0.5  # of a step, for prompts of worse ranks in flight
+LEVEL_PREFILL_SHARE = 0.25  # the same while degraded
 LONG_SHARE = 0.25  # of the best rank's deadline: a longer prefill is long
 LONG_QUANTILE = 0.95  # of recent prompts
 LONG_KV_SHARE = 0.40  # of the pool, for all long prompts that run
@@ -510,7 +511,8 @@ class BatchingAware(Policy):
         if reason is Reason.FLOOR_GUARD and self._absolute(tier):
             return None
         pending = books.service.remaining_prefill()
-        if pending and pending + request.prompt_tokens > PREFILL_SHARE * books.capacity.step_tokens:
+        share = LEVEL_PREFILL_SHARE if books.level else PREFILL_SHARE
+        if pending and pending + request.prompt_tokens > share * books.capacity.step_tokens:
             return Reason.PREFILL_BUDGET
         chunk = min(pending + request.prompt_tokens, books.capacity.step_tokens)
         in_hand = books.batcher.next_behind(books.tiers) - now
