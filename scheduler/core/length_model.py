@@ -39,6 +39,7 @@ class LengthModel:
         self._groups: OrderedDict[tuple[str, str, int], Histogram] = OrderedDict()
         self._observed = 0
         self._curves: dict[tuple[str, str, int], list[float]] = {}  # cumulative distributions, until the next refresh
+        self._at_start: dict[tuple[str, str, int, float], int] = {}  # quantiles of what has not begun, as long
         self._refresh_at = 0
 
     def observe(self, tenant: str, tier: str, max_tokens: int, produced: int) -> None:
@@ -59,12 +60,24 @@ class LengthModel:
         self._observed += 1
         if self._observed >= self._refresh_at:
             self._curves.clear()
+            self._at_start.clear()
             self._refresh_at = self._observed + max(1, min(self._observed // REFRESH_SHARE, REFRESH_MOST))
 
     def quantile(self, tenant: str, tier: str, max_tokens: int, q: float, produced: int = 0) -> int:
         """Total tokens that a request with `produced` so far will not exceed with probability `q`."""
         if not self._observed:
             return max_tokens
+        if produced:
+            return self._quantile(tenant, tier, max_tokens, q, produced)
+        key = (tenant, tier, max_tokens, q)  # what waits is asked about again and again
+        found = self._at_start.get(key)
+        if found is None:
+            if len(self._at_start) >= MAX_GROUPS:
+                self._at_start.clear()
+            found = self._at_start[key] = self._quantile(tenant, tier, max_tokens, q, 0)
+        return found
+
+    def _quantile(self, tenant: str, tier: str, max_tokens: int, q: float, produced: int) -> int:
         key = (tenant, tier, bucket(max_tokens))
         curve = self._curves.get(key)
         if curve is None:
