@@ -251,17 +251,17 @@ def charge(
         Q(scope="tenant", owner__in=tenants) | Q(scope="key", owner__in=keys),
         Q(ends_at__isnull=True) | Q(ends_at__gt=min(row.arrived_at for row in rows)),
     )
-    accounts: dict[tuple[str, str], list[BudgetAccount]] = defaultdict(list)
+    accounts: dict[tuple[str, str], list[tuple[BudgetAccount, AccountKey]]] = defaultdict(list)
     for account in concerned:
-        accounts[(account.scope, account.owner)].append(account)
+        accounts[(account.scope, account.owner)].append((account, key_of(account)))
     spent: dict[int, int] = defaultdict(int)
     paid: dict[tuple[int, int], int] = defaultdict(int)  # by account and epoch
     for row in rows:
         reserved = leased.get((row.request_id, row.attempt), ())
-        for account in (*accounts[("tenant", row.tenant_id)], *accounts[("key", row.key_id)]):
+        for account, key in (*accounts[("tenant", row.tenant_id)], *accounts[("key", row.key_id)]):
             if amount := _amount(row, account):
                 spent[account.pk] += amount
-                if key_of(account) in reserved:
+                if key in reserved:
                     paid[(account.pk, row.epoch)] += amount
     _pay(spent, paid, process)
     charged = Charged()

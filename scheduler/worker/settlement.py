@@ -22,7 +22,7 @@ from scheduler.worker.spool import Ending, Intent, Spool, SpoolError
 
 log = structlog.get_logger(__name__)
 
-DRAIN_BATCH = 200  # rows a database transaction
+DRAIN_BATCH = 500  # rows a database transaction
 DRAIN_EVERY = 0.5  # seconds between two looks at the spool
 RETRY_EVERY = 1.0  # seconds between two tries while the spool or the database is away
 KEEP_SECONDS = 90.0  # a rate window is a minute; rows younger than this survive for rebuilding it

@@ -25,6 +25,36 @@ def test_a_rate_refuses_what_exceeds_it_and_says_when_to_come_back() -> None:
     assert admission.reserve("c", limits, "m", 10, 31.0 + refusal.retry_after + 0.001) is None
 
 
+def test_fr_013_no_border_of_a_minute_lets_twice_the_limit_through() -> None:
+    """Ten at 12:00:59.5 are all there is until a minute after them."""
+    admission = Admission()
+    limits = [limit("rpm", 10)]
+    assert all(admission.reserve(f"a{n}", limits, "m", 1, 59.5) is None for n in range(10))
+    refused = [admission.reserve(f"b{n}", limits, "m", 1, 60.5) for n in range(10)]
+    assert all(one is not None and one.retry_after is not None and 58 <= one.retry_after <= 61 for one in refused)
+    assert admission.reserve("c", limits, "m", 1, 59.5 + 62) is None
+
+
+def test_fr_013_requests_and_tokens_are_two_counters() -> None:
+    """A steady 100 requests and 120,000 tokens a minute stay below 500 and 200,000; a burst is over in a minute."""
+    admission = Admission()
+    limits = [limit("rpm", 500), limit("tpm", 200_000)]
+
+    def load(start: float, minutes: int) -> list[bool]:
+        """Whether each request of a minute's load was admitted, and settled at once."""
+        admitted = []
+        for number in range(100 * minutes):
+            now = start + number * 0.6
+            admitted.append(admission.reserve(f"{start}-{number}", limits, "m", 1200, now) is None)
+            admission.settle(f"{start}-{number}", 1200, now)
+        return admitted
+
+    assert all(load(0.0, 10))
+    burst = [admission.reserve(f"burst{n}", limits, "m", 1200, 600.0) is None for n in range(100)]
+    assert burst.count(True) < 100
+    assert all(load(600.0 + 62, 3))
+
+
 def test_a_refused_request_holds_nothing() -> None:
     admission = Admission()
     limits = [limit("rpm", 10), limit("tpm", 100), limit("concurrency", 1)]

@@ -10,6 +10,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -323,3 +324,72 @@ def test_a_web_process_alone_answers_and_says_what_is_missing() -> None:
         assert int(response.headers["retry-after"]) >= 1
         headers["authorization"] += "x"
         assert httpx.get(product.url + "/v1/models", headers=headers).status_code == 401
+
+
+# --- budgets --------------------------------------------------------------------------------------------------------
+
+BUDGETED = {
+    "version": 1,
+    "tenants": [
+        {
+            "slug": "hooli",
+            "name": "Hooli",
+            "tier": "vip",
+            "limits": {"budgets": [{"tokens": 56, "period": "month"}]},
+            "keys": [{"name": "prod"}],
+        },
+        {
+            "slug": "piper",
+            "name": "Piper",
+            "tier": "vip",
+            "keys": [
+                {"name": "none", "limits": {"budgets": [{"tokens": 0, "period": "total"}]}},
+                {"name": "priced", "limits": {"budgets": [{"amount": "1", "period": "total"}]}},
+            ],
+        },
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def budgeted(product: Product) -> Product:
+    product.apply(BUDGETED)
+    return product
+
+
+def ask(product: Product, key: str, *, stream: bool = False) -> httpx.Response:
+    body = {"model": "demo", "messages": HELLO, "max_tokens": 4, "stream": stream}
+    return httpx.post(product.url + "/v1/chat/completions", headers=product.auth(key), json=body, timeout=30)
+
+
+def test_fr_007_a_budget_is_spent_to_the_last_token_and_says_when_it_begins_anew(budgeted: Product) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda _: ask(budgeted, "hooli/prod"), range(20)))
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert len(answers) - len(refused) == 8  # of 3 + 4 tokens
+    for answer in refused:
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (429, "insufficient_quota")
+        assert (answer.headers["x-should-retry"], answer.headers.get("retry-after")) == ("false", None)
+        assert "The budget of this tenant" in error["message"] and "It begins anew at" in error["message"]
+
+
+def test_fr_018_fr_030_a_budget_of_nothing_is_429_with_and_without_a_stream(budgeted: Product) -> None:
+    whole, stream = ask(budgeted, "piper/none"), ask(budgeted, "piper/none", stream=True)
+    assert (whole.status_code, stream.status_code) == (429, 429)
+    assert whole.json() == stream.json()
+    assert stream.headers["content-type"].startswith("application/json")
+    assert "The budget of this key does not cover the request: limit 0 tokens in total" in whole.text
+
+
+def test_fr_019_a_missing_price_is_the_operators_matter(budgeted: Product) -> None:
+    answer = ask(budgeted, "piper/priced")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_not_priced")
+
+
+def test_fr_040_the_official_client_asks_once_where_a_budget_is_spent(budgeted: Product) -> None:
+    with openai.OpenAI(base_url=budgeted.url + "/v1", api_key=budgeted.keys["piper/none"]) as client:
+        sent = counting(client)
+        with pytest.raises(openai.RateLimitError):
+            client.chat.completions.create(model="demo", messages=HELLO, max_tokens=5)
+        assert len(sent) == 1
