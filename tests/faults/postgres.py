@@ -43,8 +43,9 @@ class Postgres:
         self._control("start", "--options", options, "--log", str(self._folder / "log"))
 
     def go_away(self) -> None:
-        """At once, as after a power cut: connections are cut, nobody listens."""
-        self._control("stop", "--mode", "immediate")
+        """At once, as after a power cut: connections are cut, nobody listens. Nothing to do if it is away already."""
+        if (self._folder / "data" / "postmaster.pid").exists():
+            self._control("stop", "--mode", "immediate")
 
     def _control(self, *arguments: str) -> None:
         self._run("pg_ctl", "--pgdata", str(self._folder / "data"), "--wait", *arguments)
@@ -64,7 +65,9 @@ def running() -> Iterator[Postgres]:
         shutil.chown(folder, USER)
     try:
         postgres = Postgres(folder)
-        yield postgres
-        postgres.go_away()
+        try:
+            yield postgres
+        finally:
+            postgres.go_away()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
