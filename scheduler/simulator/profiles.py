@@ -121,9 +121,9 @@ PROFILES: dict[str, Profile] = {
         Profile(
             "cpu-tiny",
             PoolCapacity(max_seqs=32, step_tokens=256, kv_tokens=52_384, block_size=32, max_model_len=2048),
-            StepCost(base=4.17e-3, prefill_token=10.5e-6, decode_seq=0.130e-3, kv_token=0.210e-6),
-            "two random layers in vLLM 0.32 on one core of a shared virtual machine (Xeon, 2 cores): measured by "
-            "benchmarks/scheduling.py over 6,132 steps, median error of a step 19 %",
+            StepCost(base=2.14e-3, prefill_token=9.94e-6, decode_seq=0.130e-3, kv_token=0.121e-6),
+            "two random layers in vLLM 0.32 on one core of a quiet virtual machine (EPYC, 2 cores): measured by "
+            "benchmarks/scheduling.py over 10,338 steps, median error of a step 7.5 %",
             derived=False,
             pipelined=True,
         ),
