@@ -146,8 +146,8 @@ class Batcher:
         blocks = self._capacity.blocks
         if self._worst + blocks(request.worst_case_tokens) <= limit:
             return None  # even the worst case fits: no need to look at each request
-        peak = self._current_forecast(lengths).peak_with(lengths(request, 0), self._first_blocks(request))
-        return None if peak <= limit else Reason.KV_FULL
+        fits = self._current_forecast(lengths).fits(lengths(request, 0), self._first_blocks(request), limit)
+        return None if fits else Reason.KV_FULL
 
     def peak_share(self, lengths: Lengths) -> float:
         """The future peak of what runs, as a share of the pool."""

@@ -31,14 +31,18 @@ class Forecast:
         self._growths = [-(order // block_size) for order in self._order]  # blocks(remaining)
         self._held = list(accumulate([blocks for _, blocks in ordered]))  # by the j longest
         self._totals = list(map(add, self._held, map(mul, count(1), self._growths)))
+        self.peak = max(self._totals, default=0)  # blocks
 
     def __len__(self) -> int:
         return len(self._order)
 
-    @property
-    def peak(self) -> int:
-        """Blocks at the peak."""
-        return max(self._totals, default=0)
+    def fits(self, remaining: int, blocks: int, limit: float) -> bool:
+        """Whether the peak would be within `limit` blocks if one more request ran."""
+        if self.peak > limit:
+            return False
+        if self.peak + blocks + -(-remaining // self._block_size) <= limit:
+            return True  # no total can grow by more: each grows by the smaller of two growths, at the most
+        return self.peak_with(remaining, blocks) <= limit
 
     def peak_with(self, remaining: int, blocks: int) -> int:
         """Blocks at the peak if one more request ran."""
@@ -54,6 +58,7 @@ class Forecast:
         held = self._held[at - 1] if at else 0
         self._totals[at:] = [own, *map(add, map(add, self._totals[at:], self._growths[at:]), repeat(blocks))]
         self._held[at:] = [held + blocks, *map(add, self._held[at:], repeat(blocks))]
+        self.peak = max(self._totals)
         self._order.insert(at, -remaining)
         self._growths.insert(at, -(-remaining // self._block_size))
 

@@ -152,6 +152,8 @@ def test_a_forecast_with_more_requests_is_the_forecast_of_all_of_them(
     forecast = Forecast(flights, block)
     for number, one in enumerate(more, 1):
         whole = Forecast([*flights, *more[:number]], block).peak
+        assert forecast.fits(*one, whole)
+        assert not forecast.fits(*one, whole - 1)
         assert forecast.peak_with(*one) == whole
         forecast.add(*one)
         assert forecast.peak == whole
