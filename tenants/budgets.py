@@ -122,27 +122,31 @@ def exchange(process: str, epoch: int, moves: Sequence[Move]) -> tuple[list[Posi
     with transaction.atomic():
         lock_tenants({move.tenant_id for move in moves})
         accounts = _accounts(moves)
-        leases: dict[int, list[BudgetLease]] = defaultdict(list)
-        for lease in BudgetLease.objects.filter(account__in=[account.pk for account in accounts.values()]):
-            leases[lease.account_id].append(lease)
-        positions: list[Position] = []
         alerts: list[Alert] = []
         for move in moves:
             account = accounts.get(move.key)
             if account is None:
-                account = _open(move)
+                account = accounts[move.key] = _open(move)
                 alerts += _raise_alerts(account, 0)
-            elif move.terms.version >= account.version:
+            if move.terms.version >= account.version:
                 alerts += _set_terms(account, move.terms)
-            positions.append(_move(move, account, leases[account.pk], process, epoch))
+        # Only now that all accounts are locked: what others have leased does not change any more.
+        leases: dict[int, list[BudgetLease]] = defaultdict(list)
+        held = BudgetLease.objects.filter(account__in=[account.pk for account in accounts.values()])
+        for lease in held.select_for_update().order_by("pk"):
+            leases[lease.account_id].append(lease)
+        positions = [_move(move, accounts[move.key], leases, process, epoch) for move in moves]
     return positions, alerts
 
 
-def _move(move: Move, account: BudgetAccount, leases: list[BudgetLease], process: str, epoch: int) -> Position:
-    mine = next((lease for lease in leases if (lease.process, lease.epoch) == (process, epoch)), None)
+def _move(
+    move: Move, account: BudgetAccount, leases: Mapping[int, list[BudgetLease]], process: str, epoch: int
+) -> Position:
+    held = leases.get(account.pk, [])
+    mine = next((lease for lease in held if (lease.process, lease.epoch) == (process, epoch)), None)
     if mine is None:
         mine = BudgetLease(account=account, process=process, epoch=epoch)
-    others = [lease for lease in leases if lease.pk != mine.pk]
+    others = [lease for lease in held if lease.pk != mine.pk]
     elsewhere = sum(lease.amount for lease in others)
     if mine.turn < move.turn:
         mine.amount -= min(move.give, mine.amount)
@@ -308,24 +312,20 @@ def key_of(account: BudgetAccount) -> AccountKey:
 
 
 def _accounts(moves: Sequence[Move]) -> dict[AccountKey, BudgetAccount]:
-    """The accounts of the moves, where there are any yet."""
-    found = BudgetAccount.objects.filter(
+    """The accounts of the moves, where there are any yet, locked: a tenant that is gone locks nobody out."""
+    found = BudgetAccount.objects.select_for_update().filter(
         owner__in={move.key[1] for move in moves}, starts_at__in={_instant(move.key[5]) for move in moves}
     )
-    return {key_of(account): account for account in found}
+    return {key_of(account): account for account in found.order_by("pk")}
 
 
 def _open(move: Move) -> BudgetAccount:
-    """A new account begins with what the ledger has of its period."""
-    scope, owner, model, unit, period, starts = move.key
+    """A new account begins with what the ledger has of its period; somebody may have opened it at this moment."""
+    names = ("scope", "owner", "model", "unit", "period")
+    identity = {**dict(zip(names, move.key, strict=False)), "starts_at": _instant(move.key[5])}
     account = BudgetAccount(
+        **identity,
         tenant_id=move.tenant_id,
-        scope=scope,
-        owner=owner,
-        model=model,
-        unit=unit,
-        period=period,
-        starts_at=_instant(starts),
         ends_at=None if move.ends is None else _instant(move.ends),
         limit=move.terms.limit,
         hard=move.terms.hard,
@@ -333,8 +333,9 @@ def _open(move: Move) -> BudgetAccount:
         version=move.terms.version,
     )
     account.spent = _in_ledger(account)
-    account.save()
-    if period in SHORT_PERIODS:
+    BudgetAccount.objects.bulk_create([account], ignore_conflicts=True)
+    account = BudgetAccount.objects.select_for_update().get(**identity)
+    if account.period in SHORT_PERIODS:
         _forget_old(account)
     return account
 

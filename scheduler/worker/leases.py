@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
-from django.db import IntegrityError
 
 from scheduler.clock import Clock
 from scheduler.core.budgets import Account, Budget, Budgets, Spending
@@ -34,9 +33,6 @@ PATIENCE = 2.0  # seconds that a request waits for a lease
 IDLE_SECONDS = 600.0  # after which a lease that nobody spends from goes back
 LEAVE_EVERY = 5.0  # seconds between two tries to leave an account whose usage is on its way to the ledger
 MOVES = 100  # in one transaction
-
-# What leaves a move unanswered: the database is away, or somebody opened the same account at the same moment.
-Unanswered = (*DatabaseAway, IntegrityError)
 
 Said = tuple[Account, Move]
 
@@ -141,7 +137,7 @@ class Leases:
             moves = self._moves(waiters, wishes)
             for start in range(0, len(moves), MOVES):
                 await self._exchange(moves[start : start + MOVES], waiters)
-        except Unanswered as error:
+        except DatabaseAway as error:
             log.warning("leases of budgets wait for the database", error=type(error).__name__, requests=len(waiters))
             answered = False
         else:

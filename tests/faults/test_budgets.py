@@ -10,12 +10,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, ExitStack, closing
 from pathlib import Path
+from typing import Any
 
+import psycopg
 import pytest
 
 from scheduler.gateway import BudgetSpec, Caller, Event, Gateway, SamplingSpec, Submit, socket_path
+from tests.faults import postgres
 from tests.journey.product import ROOT
 
 MODELS = {"scheduler-a": "one", "scheduler-b": "two"}  # process -> its pool and model
@@ -32,10 +35,11 @@ EACH = PROMPT + OUTPUT
 
 
 class Schedulers:
-    """Scheduler processes over a data directory of their own."""
+    """Scheduler processes over a data directory of their own. `url`: of another database than the embedded one."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, url: str = "") -> None:
         self.data_dir = data_dir
+        self._url = url
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         for arguments in (("migrate", "--skip-checks", "-v0"), ("shell", "-v0", "-c", SETUP)):
             subprocess.run(self._command(*arguments), env=self._environment(), check=True, timeout=PATIENCE)
@@ -52,26 +56,39 @@ class Schedulers:
 
     def books(self) -> tuple[int, int, int]:
         """What the budget has as spent, what the ledger has, what is on lease."""
-        with closing(sqlite3.connect(f"file:{self.data_dir / 'harness.sqlite3'}?mode=ro", uri=True)) as db:
+        with closing(self._connect()) as db:
             queries = (
                 "SELECT SUM(spent) FROM tenants_budgetaccount",
                 "SELECT SUM(prompt_tokens + completion_tokens) FROM tenants_usagerecord",
                 "SELECT SUM(amount) FROM tenants_budgetlease",
             )
-            spent, used, held = (db.execute(query).fetchone()[0] or 0 for query in queries)
+            spent, used, held = (int(db.execute(query).fetchone()[0] or 0) for query in queries)
             return spent, used, held
 
+    def _connect(self) -> Any:
+        if self._url:
+            return psycopg.connect(self._url)
+        return sqlite3.connect(f"file:{self.data_dir / 'harness.sqlite3'}?mode=ro", uri=True)
+
     def _environment(self, name: str = "setup") -> dict[str, str]:
-        return {**os.environ, "HARNESS_DATA_DIR": str(self.data_dir), "HARNESS_PROCESS": name}
+        database = {"HARNESS_DATABASE_URL": self._url} if self._url else {}
+        return {**os.environ, **database, "HARNESS_DATA_DIR": str(self.data_dir), "HARNESS_PROCESS": name}
 
     def _command(self, *arguments: str) -> list[str]:
         return [sys.executable, str(ROOT / "manage.py"), *arguments]
 
 
-@pytest.fixture
-def schedulers() -> Iterator[Schedulers]:
-    with tempfile.TemporaryDirectory(prefix="hb-", dir="/tmp") as folder:  # short: sockets live in it
-        made = Schedulers(Path(folder))
+@pytest.fixture(params=["sqlite", "postgresql"])
+def schedulers(request: pytest.FixtureRequest) -> Iterator[Schedulers]:
+    with ExitStack() as open_now:
+        url = ""
+        if request.param == "postgresql":
+            if reason := postgres.missing():
+                pytest.skip(reason)
+            url = open_now.enter_context(postgres.running()).url
+        # A short path: sockets live in it.
+        folder = open_now.enter_context(tempfile.TemporaryDirectory(prefix="hb-", dir="/tmp"))
+        made = Schedulers(Path(folder), url)
         try:
             yield made
         finally:
