@@ -19,11 +19,14 @@ import random
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from scheduler.clock import Clock, RealClock
 from scheduler.config import ConfigConflict, ConfigDocument, ConfigError
 from scheduler.config import current as config_document
 from scheduler.config import update as update_config
 from scheduler.core.types import Reason
+from scheduler.limits import merged
 from scheduler.wire.codec import MessageTooLargeError
 from scheduler.wire.link import Epochs, Link, Roster, Wiring, report_death
 from scheduler.wire.messages import (
@@ -39,7 +42,9 @@ from scheduler.wire.messages import (
     Events,
     Failed,
     Goodbye,
+    Limits,
     LimitSpec,
+    LimitState,
     Models,
     Refused,
     SamplingSpec,
@@ -65,6 +70,8 @@ __all__ = [
     "GatewayError",
     "GatewayUnavailable",
     "LimitSpec",
+    "LimitState",
+    "Limits",
     "Refused",
     "SamplingSpec",
     "Submit",
@@ -174,6 +181,19 @@ class Gateway:
             if value is not None:
                 return value
         return None
+
+    async def limits(self, caller: Caller) -> Limits:
+        """How the caller's limits and budgets stand, and the queues of its tier, over all scheduler processes.
+
+        Raises GatewayUnavailable, also when one of them does not know: no part is shown as the whole. Raises AskError.
+        """
+        args = {"caller": caller}
+        values = await asyncio.gather(*(self._ask(link, "limits", args) for link in self._reachable()))
+        answers = [msgspec.convert(value, Limits) for value in values]
+        for answer in answers:
+            if answer.unavailable:
+                raise GatewayUnavailable(answer.unavailable)
+        return merged(answers)
 
     async def snapshots(self) -> AsyncGenerator[dict[str, Any], None]:
         """Telemetry of every scheduler process as it comes, over connections of its own.

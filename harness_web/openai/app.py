@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from harness_web.openai import operator, views
+from harness_web.openai import limits, operator, views
 from harness_web.openai.errors import ApiError, ClientGone
 from harness_web.openai.exchange import Exchange, Receive, Scope, Send
 from harness_web.runtime import WebRuntime
@@ -18,6 +18,7 @@ ROUTES: dict[str, dict[str, View]] = {
     "/v1/chat/completions": {"POST": views.chat_completions},
     "/v1/models": {"GET": views.list_models},
     "/v1/models/…": {"GET": views.retrieve_model},  # model names may hold slashes
+    "/v1/limits": {"GET": limits.read_limits},
     "/v1/config": {"GET": operator.read_config, "POST": operator.change_config},
     "/v1/queue/status": {"GET": operator.queue_status},
     "/v1/metrics": {"GET": operator.metrics},

@@ -280,6 +280,23 @@ class Planner:
         """How many requests wait."""
         return len(self._queue)
 
+    def expected_wait(self, tier: str, now: float) -> float | None:
+        """Seconds until those of the tier that wait have all been dispatched, at its recent pace; None: not known yet.
+
+        The pace is that since the oldest of them came, so that a pause before does not count; while none has gone
+        since, that of before.
+        """
+        oldest, recent = self._queue.oldest_arrival(tier), self._dispatched.get(tier)
+        if oldest is None:
+            return 0.0
+        if not recent:
+            return None
+        since = max(oldest, recent[0])
+        dispatched = sum(1 for at in recent if at > since)
+        if not dispatched:
+            since, dispatched = recent[0], len(recent) - 1
+        return self._queue.length(tier) * (now - since) / dispatched if dispatched else None
+
     def snapshot(self, now: float) -> PoolSnapshot:
         """Counts per tier for status and telemetry; every configured tier has a row."""
         snapshot = PoolSnapshot(
@@ -320,11 +337,8 @@ class Planner:
 
     def _retry_after(self, tier: str, now: float) -> float:
         """Seconds until half of the tier's queue has gone at its recent pace: later than one place, so no stampede."""
-        recent = self._dispatched.get(tier)
-        if not recent or len(recent) < 2:
-            return retry_advice(math.inf)
-        pace = (len(recent) - 1) / max(now - recent[0], 1e-3)
-        return retry_advice(self._queue.length(tier) / 2 / pace)
+        wait = self.expected_wait(tier, now)
+        return retry_advice(math.inf if wait is None else wait / 2)
 
     def _choose(self, batch_id: str, now: float) -> tuple[Dispatch | None, list[Decision]]:
         """The first candidate that the batcher lets in, or why none was; and in either case who is to make place."""

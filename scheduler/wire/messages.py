@@ -197,6 +197,40 @@ class Answer(Message, tag=12):
     error: str | None = None
 
 
+class LimitState(Message, tag=35):
+    """How one limit or budget of a caller stands; the fields are those of `scheduler.core.budgets.Standing`."""
+
+    scope: str
+    owner: str
+    model: str
+    kind: str
+    unit: str
+    period: str
+    limit: int
+    used: int
+    reserved: int
+    remaining: int
+    reset: float | None
+
+
+class QueueState(Message, tag=36):
+    """The queue of the caller's tier at one model. `expected_wait`: seconds until it has gone; None: not known."""
+
+    model: str
+    waiting: int
+    running: int
+    expected_wait: float | None
+
+
+class Limits(Message, tag=37):
+    """Value of the Answer to the question `limits`: the caller's limits, then its budgets, in the caller's order."""
+
+    at: float  # Unix time
+    limits: tuple[LimitState, ...] = ()
+    queues: tuple[QueueState, ...] = ()
+    unavailable: str = ""  # why nothing of this is known
+
+
 class Ping(Message, tag=13):
     seq: int
 

@@ -22,7 +22,7 @@ from scheduler.worker.outbox import Session
 from scheduler.worker.pool import Pool
 from scheduler.worker.runs import is_resumable, sampling_of
 from scheduler.worker.services import Services
-from scheduler.worker.spending import budgets_of, spending_of
+from scheduler.worker.spending import budgets_of, limits_of, spending_of
 from scheduler.worker.work import spool_refusal
 from tenants.periods import Calendar
 
@@ -93,8 +93,7 @@ class Intake:
         if known is None or known[0] != caller:
             if len(self._callers) >= CALLERS_KEPT:
                 self._callers.clear()
-            limits = tuple(Limit(one.scope, one.owner, one.model, one.kind, one.value) for one in caller.limits)
-            known = self._callers[caller.key] = (caller, limits)
+            known = self._callers[caller.key] = (caller, limits_of(caller))
         return known
 
     def cancel(self, session: Session, request_id: str) -> None:

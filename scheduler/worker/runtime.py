@@ -47,6 +47,7 @@ from scheduler.worker.intake import Intake
 from scheduler.worker.journal import Journal
 from scheduler.worker.leases import Leases
 from scheduler.worker.ledger import Ledger
+from scheduler.worker.limits import LimitsDesk
 from scheduler.worker.metrics import Metrics
 from scheduler.worker.outbox import Outbox
 from scheduler.worker.pool import Pool
@@ -203,6 +204,7 @@ class Runtime:
         self._intake = Intake(services, self.pools, self._lease.admits, self.refresh, self._budget_leases)
         self._telemetry = Telemetry(self._options.name, self.services, self.pools, self._publish)
         self._answers: Mapping[str, Answerer] = {
+            "limits": LimitsDesk(services, self.pools, self._budget_leases).answer,
             "queue_status": self._answer_queue_status,
             "metrics": self._answer_metrics,
             "simulated_request": self._answer_simulated_request,

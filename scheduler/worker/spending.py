@@ -1,24 +1,29 @@
-"""Who pays for a request: the budgets of its caller in the periods of its arrival, and the most it may cost them."""
+"""Who pays for a request: its caller's limits, the budgets in the periods of its arrival, and the most it may cost."""
 
 from __future__ import annotations
 
 from scheduler.core.budgets import TOKENS, AccountKey, Budget, Spending
-from scheduler.core.types import Reason, Refusal
-from scheduler.wire.messages import Caller
+from scheduler.core.types import Limit, Reason, Refusal
+from scheduler.wire.messages import BudgetSpec, Caller
 from tenants.periods import Calendar
 from tenants.pricing import TokenPrice
 
 
+def limits_of(caller: Caller) -> tuple[Limit, ...]:
+    """Its rates and its bounds of parallel requests, of all models."""
+    return tuple(Limit(one.scope, one.owner, one.model, one.kind, one.value) for one in caller.limits)
+
+
 def budgets_of(caller: Caller, model: str, at: float, calendar: Calendar) -> tuple[Budget, ...]:
     """The budgets that a request for `model`, arrived at `at` (Unix time), is charged to."""
-    budgets: list[Budget] = []
-    for spec in caller.budgets:
-        if spec.model in ("", model):
-            period = calendar.find(spec.period, spec.zone, at)
-            key = AccountKey(spec.scope, spec.owner, spec.model, spec.unit, spec.period, period.starts)
-            terms = (spec.value, spec.hard, spec.alerts, caller.version)
-            budgets.append(Budget(key, caller.tenant, period.ends, *terms))
-    return tuple(budgets)
+    return tuple(budget_of(spec, caller, at, calendar) for spec in caller.budgets if spec.model in ("", model))
+
+
+def budget_of(spec: BudgetSpec, caller: Caller, at: float, calendar: Calendar) -> Budget:
+    """The budget in the period of `at`."""
+    period = calendar.find(spec.period, spec.zone, at)
+    key = AccountKey(spec.scope, spec.owner, spec.model, spec.unit, spec.period, period.starts)
+    return Budget(key, caller.tenant, period.ends, spec.value, spec.hard, spec.alerts, caller.version)
 
 
 def spending_of(

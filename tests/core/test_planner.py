@@ -132,6 +132,22 @@ def test_a_full_queue_refuses_with_the_time_until_half_of_it_has_gone() -> None:
     assert refusal.retry_after == pytest.approx(1.5)  # one dispatch a second, three waiting
 
 
+def test_the_expected_wait_is_the_queue_at_the_pace_since_it_began() -> None:
+    pool = planner(max_batch=1)
+    assert pool.expected_wait("bronze", 0.0) == 0.0
+    pool.arrive(request("first", "bronze", 0.0), 0.0)
+    assert pool.expected_wait("bronze", 0.0) is None  # nobody knows: nothing has ever been dispatched
+    pool.decide(0.0)
+    pool.finished("first", DONE, 0.0)
+    for n in range(3):
+        pool.arrive(request(f"{n}", "bronze", 1000.0), 1000.0)
+    for n, at in enumerate((1000.0, 1002.0)):
+        pool.decide(at)
+        pool.finished(f"{n}", DONE, at)
+    assert pool.expected_wait("bronze", 1002.0) == pytest.approx(2.0)  # the long pause before is no part of the pace
+    assert pool.expected_wait("gold", 1002.0) == 0.0
+
+
 def test_prompts_that_wait_in_a_tier_take_bounded_memory() -> None:
     pool = planner(max_batch=1)
     half = QUEUE_BYTES // 2

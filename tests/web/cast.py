@@ -89,13 +89,14 @@ class Scheduler:
         self.script: Script | None = None
         self.answers: dict[str, Any] = {}
         self.submits: list[Submit] = []
+        self.asks: list[Ask] = []
         self.cancelled: list[str] = []
         self.connections: list[Connection] = []
         self._server: Server | None = None
 
-    async def start(self, transport: MemoryTransport) -> None:
+    async def start(self, transport: MemoryTransport, address: str = ADDRESS) -> None:
         self._server = await serve(
-            ADDRESS,
+            address,
             self._session,
             welcome=lambda: Welcome("scheduler", 1, dict(self.models)),
             transport=transport,
@@ -127,6 +128,7 @@ class _Session:
         elif isinstance(message, Cancel):
             self.scheduler.cancelled.append(message.id)
         elif isinstance(message, Ask):
+            self.scheduler.asks.append(message)
             value = self.scheduler.answers.get(message.what)
             self.connection.send(Answer(message.id, value, None if value is not None else "unknown question"))
 

@@ -88,7 +88,7 @@ OPERATOR = {
 ADMINISTRATION = "admin/"
 
 DATA_PLANE_PUBLIC = {"/healthz", "/readyz"}
-DATA_PLANE_KEYS = {"/v1/chat/completions", "/v1/models", "/v1/models/…"}
+DATA_PLANE_KEYS = {"/v1/chat/completions", "/v1/models", "/v1/models/…", "/v1/limits"}
 DATA_PLANE_OPERATOR = {"/v1/config", "/v1/queue/status", "/v1/metrics"}
 
 SOCKETS = {"ws/console/": ("overview",)}  # for operators; the topics that a socket knows

@@ -372,6 +372,10 @@ def test_fr_007_a_budget_is_spent_to_the_last_token_and_says_when_it_begins_anew
         assert (answer.status_code, error["code"]) == (429, "insufficient_quota")
         assert (answer.headers["x-should-retry"], answer.headers.get("retry-after")) == ("false", None)
         assert "The budget of this tenant" in error["message"] and "It begins anew at" in error["message"]
+    # FR-016: whoever asks is shown the instant that the refusal names.
+    (budget,) = [one for one in budgeted.get("/v1/limits", "hooli/prod").json()["limits"] if one["kind"] == "budget"]
+    assert (budget["scope"], budget["limit"], budget["used"], budget["remaining"]) == ("tenant", 56, 56, 0)
+    assert f"It begins anew at {budget['reset_at']}." in refused[0].json()["error"]["message"]
 
 
 def test_fr_018_fr_030_a_budget_of_nothing_is_429_with_and_without_a_stream(budgeted: Product) -> None:
