@@ -54,6 +54,10 @@ class Schedulers:
         process.send_signal(number)
         process.wait(PATIENCE)
 
+    def check(self) -> None:
+        """All of them run."""
+        assert all(process.poll() is None for process in self.running.values()), (self.data_dir / "log").read_text()
+
     def books(self) -> tuple[int, int, int]:
         """What the budget has as spent, what the ledger has, what is on lease."""
         with closing(self._connect()) as db:
@@ -105,12 +109,13 @@ async def connect(schedulers: Schedulers, open_now: AsyncExitStack) -> Gateway:
     gateway = Gateway(lambda: [socket_path(schedulers.data_dir / "run", name) for name in MODELS], "web")
     await gateway.start()
     open_now.push_async_callback(gateway.aclose)
-    await ready(gateway)
+    await ready(gateway, schedulers)
     return gateway
 
 
-async def ready(gateway: Gateway) -> None:
+async def ready(gateway: Gateway, schedulers: Schedulers) -> None:
     while gateway.models() != {"one": "ready", "two": "ready"}:
+        schedulers.check()
         await asyncio.sleep(0.05)
 
 
@@ -150,7 +155,7 @@ async def test_a_process_that_is_killed_costs_the_budget_what_it_delivered_and_n
         assert await running == "scheduler_lost"
         refused = await ask(gateway, "too early", "two", limit, tokens=900)
         schedulers.start("scheduler-a")
-        await ready(gateway)
+        await ready(gateway, schedulers)
         while schedulers.books()[2]:
             await asyncio.sleep(0.05)
         spent, used, _ = schedulers.books()

@@ -16,10 +16,11 @@ from django.utils import timezone
 
 from scheduler.clock import ManualClock
 from scheduler.core.budgets import Account, AccountKey
-from scheduler.gateway import BudgetSpec
+from scheduler.dead_letters import pack, unpack
+from scheduler.gateway import BudgetSpec, Caller, SamplingSpec, Submit
 from scheduler.models import Deployment, SchedulerProcess
 from scheduler.wire.messages import Done, Refused
-from scheduler.worker import leases
+from scheduler.worker import leases, ledger
 from tenants import budgets as accounts
 from tenants.models import BudgetAccount, BudgetAlert, BudgetLease, Price, UsageRecord
 
@@ -559,3 +560,26 @@ async def test_fr_014_a_restart_and_more_web_processes_give_nobody_a_second_allo
         paid = [product.submit(id=f"paid-{number}", budgets=[budget((30 + 30) * EACH)]) for number in range(60)]
         await all_done(product, paid)
         assert served(paid) == 30
+
+
+async def test_fr_010_a_ledger_that_is_slow_keeps_no_place(start, monkeypatch) -> None:
+    def away(*args: Any, **options: Any) -> None:
+        raise OperationalError("no such host")
+
+    alone = [limit("concurrency", 1)]
+    async with start() as product:
+        await product.ready()
+        with monkeypatch.context() as broken:
+            broken.setattr(ledger, "record_usage", away)
+            for _ in range(2):
+                answer = product.submit(limits=alone, budgets=[budget(2 * EACH)])
+                await all_done(product, [answer])
+                assert outcomes([answer]) == ["done"]
+        await product.settled()
+        assert await books() == (2 * EACH, 2 * EACH, 0)
+
+
+def test_a_dead_letter_that_is_retried_is_paid_by_the_same_budgets() -> None:
+    caller = Caller("1", "acme", "7", "vip", (), 3, "prod", (budget(5, alerts=(0.5,)),))
+    submit = Submit("req-1", 1, 0.0, caller, "demo", ({"role": "user", "content": "hi"},), SamplingSpec(), True)
+    assert unpack(pack(submit), "req-1") == submit
