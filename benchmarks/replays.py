@@ -322,7 +322,7 @@ def _ratio_row(setting: Setting) -> list[str]:
 
 
 HEADLINE = ("continuous", "priority", "article", OURS)
-CLAIMS = ["claimed by the founding articles", "-", "85 to 99.9", "38 to 78; 20 to 70", "-60 %"]
+CLAIMS = ["claimed by the founding articles", "-", "85 to 99.9", "38 to 78; 20 to 70", "0.40 x"]
 
 
 def headline() -> Iterator[Table]:
@@ -373,7 +373,7 @@ def headline() -> Iterator[Table]:
 
 
 def _against(found: Figures, reference: Figures | None) -> str:
-    return f"{100 * (found.cost / reference.cost - 1):+.0f} %" if reference else "-"
+    return f"{found.cost / reference.cost:.2f} x" if reference else "-"
 
 
 def _percent(share: float) -> str:

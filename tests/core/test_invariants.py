@@ -150,7 +150,8 @@ def test_no_dispatch_exceeds_the_cap_however_it_shrinks(arrivals: list[Arrival],
 def test_memory_at_its_peak_leaves_each_tiers_headroom(arrivals: list[Arrival], trouble: Trouble) -> None:
     """4: with the lengths that were believed, the peak to come is within (1 - h) of the pool at each admission.
 
-    The forecast rounds each request up to blocks twice, so that the worst case itself may be less.
+    What is due in a middle rank has the best rank's h. The forecast rounds each request up to blocks twice, so that the
+    worst case itself may be less.
     """
     plant = Plant(arrivals, trouble=trouble)
     enter = plant.planner.books.batcher.enter
@@ -165,7 +166,10 @@ def test_memory_at_its_peak_leaves_each_tiers_headroom(arrivals: list[Arrival], 
             [(flight.remaining(cautious), flight.blocks) for flight in running], CAPACITY.block_size
         ).peak
         worst = sum(CAPACITY.blocks(flight.request.worst_case_tokens) for flight in running)
-        assert alone or min(forecast, worst) <= (1 - books.tier(request).headroom) * CAPACITY.total_blocks
+        ranked = sorted(books.tiers.values(), key=lambda tier: tier.rank)
+        tier = books.tier(request)
+        headroom = tier.headroom if tier.rank == ranked[-1].rank else min(tier.headroom, ranked[0].headroom)
+        assert alone or min(forecast, worst) <= (1 - headroom) * CAPACITY.total_blocks
 
     plant.planner.books.batcher.enter = checked  # type: ignore[method-assign]
     plant.play()
@@ -325,17 +329,14 @@ def test_idleness_earns_no_credit_and_virtual_time_never_falls(arrivals: list[Ar
 def test_a_tenants_requests_of_a_lane_leave_by_their_keys(
     arrivals: list[Arrival], policy: str, trouble: Trouble
 ) -> None:
-    """11: per (tier, lane, tenant) by key, equal keys first come first served."""
+    """11: per (tier, lane, tenant) by the key that it came with, equal keys first come first served."""
     plant = Plant(arrivals, policy, trouble=trouble)
     start = plant.planner._start
 
     def checked(request: Request, now: float) -> None:
-        key, queue = plant.planner._policy.key, plant.planner.books.queue
-        place = queue._waiting[request.id][0]
-        for order, waiting in queue._waiting.values():
-            other = waiting.request
-            if (other.tier, other.lane, other.tenant) == (request.tier, request.lane, request.tenant):
-                assert (key(request), place) <= (key(other), order)
+        heap = plant.planner.books.queue._tenants[request.tier, request.lane, request.tenant]
+        waiting = sorted((key, order, place.request.id) for key, order, place in heap if place.alive)
+        assert waiting[0][2] == request.id
         start(request, now)
 
     plant.planner._start = checked  # type: ignore[method-assign]
@@ -426,7 +427,7 @@ def test_a_backfilled_request_never_delays_the_reservation(
         plant.play()
     (fate,) = (fate for fate in plant.fates.values() if fate.arrival.tier == "gold")
     if recorded:
-        assert fate.dispatches[0][0] <= recorded[0] + step
+        assert fate.dispatches[0][0] <= recorded[0] + step + 1e-9
 
 
 pressures = st.tuples(

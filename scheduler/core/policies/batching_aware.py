@@ -39,7 +39,7 @@ from scheduler.core.types import (
 )
 
 GUARD_ABOVE = 0.25  # engine-seconds of floor credit
-URGENT_SHARE = 0.5  # of the tier's deadline
+URGENT_SHARE = 0.9  # of the tier's deadline
 LEAD_BOUND = 2.0  # engine-seconds that an urgent tier may be ahead of the others
 PACE_MARGIN = 1.15
 PREFILL_SHARE = 0.5  # of a step, for prompts of worse ranks in flight
@@ -61,7 +61,6 @@ BACKLOG_FAILURES = 2
 REOPEN_AT = 0.8
 LANES = (Lane.SHORT, Lane.LONG)
 NO_ROOM = (Reason.SLOTS_FULL, Reason.SLOTS_RESERVED, Reason.KV_FULL)
-NO_STEP = (Reason.PREFILL_BUDGET, Reason.STREAM_PACE)
 DUE = (Reason.FLOOR_GUARD, Reason.URGENT)
 
 
@@ -307,7 +306,7 @@ class BatchingAware(Policy):
         self.books.service.pace()
         self._reservation = None
         waiting: Request | None = None  # the one that has the pool's reservation
-        served = self._worst  # ranks behind it may not go: a due prompt waits for a step that has room for it
+        served = self._worst  # ranks behind it may not go: a due prompt waits until open streams can bear it
         seen: set[str] = set()  # a request has its first turn only
         for request, reason in self._turns(tiers, self._urgent(tiers, now)):
             if request is None or request.id in seen:
@@ -323,7 +322,7 @@ class BatchingAware(Policy):
                 yield Candidate(request, reason)
                 continue
             yield Blocked(request, blocked)
-            if reason in DUE and blocked in NO_STEP:
+            if reason in DUE and blocked is Reason.STREAM_PACE:
                 served = min(served, tier.rank)
             if waiting is None and reason in DUE and blocked in NO_ROOM:
                 waiting = request
