@@ -397,7 +397,8 @@ def test_evictions_are_rare_rightful_and_lose_no_token(arrivals: list[Arrival], 
 def test_a_backfilled_request_never_delays_the_reservation(
     others: list[tuple[int, int]], prompt: int, data: st.DataObject
 ) -> None:
-    """15: an urgent request that does not fit starts no later than its reservation first said.
+    """15: an urgent request that does not fit starts no later than its reservation first said, if that is in time: what
+    is late has no reservation.
 
     Lengths are known, a step takes the same time whatever is in it, and nobody is evicted.
     """
@@ -426,7 +427,7 @@ def test_a_backfilled_request_never_delays_the_reservation(
         plant.planner.books.lengths.quantile = lambda tenant, tier, most, *_: most  # type: ignore[method-assign]
         plant.play()
     (fate,) = (fate for fate in plant.fates.values() if fate.arrival.tier == "gold")
-    if recorded:
+    if recorded and recorded[0] <= fate.arrival.at + tiers["gold"].ttft - 2 * step:
         assert fate.dispatches[0][0] <= recorded[0] + step + 1e-9
 
 
