@@ -397,10 +397,9 @@ def test_evictions_are_rare_rightful_and_lose_no_token(arrivals: list[Arrival], 
 def test_a_backfilled_request_never_delays_the_reservation(
     others: list[tuple[int, int]], prompt: int, data: st.DataObject
 ) -> None:
-    """15: an urgent request that does not fit starts no later than its reservation first said, if that is in time: what
-    is late has no reservation.
+    """15: an urgent request that does not fit starts no later than its reservation first said.
 
-    Lengths are known, a step takes the same time whatever is in it, and nobody is evicted.
+    That is, if it says a start in time: what is late has no reservation. Lengths are known, a step takes the same time whatever is in it, and nobody is evicted.
     """
     recorded: list[float] = []
     reserve = batching_aware.reserve
