@@ -399,7 +399,8 @@ def test_a_backfilled_request_never_delays_the_reservation(
 ) -> None:
     """15: an urgent request that does not fit starts no later than its reservation first said.
 
-    That is, if it says a start in time: what is late has no reservation. Lengths are known, a step takes the same time whatever is in it, and nobody is evicted.
+    That is, if it says a start in time: what is late has no reservation. Lengths are known, a step takes the same
+    time whatever is in it, and nobody is evicted.
     """
     recorded: list[float] = []
     reserve = batching_aware.reserve
