@@ -111,7 +111,7 @@ def test_a_dead_scheduler_is_said_and_its_numbers_are_shown_as_the_past(console:
 
 
 def test_a_server_that_dies_is_said_and_found_again(console: Page, site: Site, faults: Faults) -> None:
-    faults.expected += ["WebSocket connection to", "ERR_CONNECTION_REFUSED"]
+    faults.expected += ["WebSocket connection to", "ERR_CONNECTION_REFUSED", "ERR_CONNECTION_RESET"]
     site.stop()
     try:
         expect(connection(console)).to_have_text("Reconnecting")
