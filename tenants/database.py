@@ -23,7 +23,9 @@ def complaint(error: Exception) -> str:
 
 
 class DatabaseThread:
-    """One thread with one connection. A call that fails closes the connection, so that the next one starts afresh."""
+    """One thread with one connection, looked after: neither a call that fails nor a database that went away and came
+    back leaves the next call with a dead one.
+    """
 
     def __init__(self, name: str) -> None:
         self._closed = False
@@ -44,6 +46,10 @@ class DatabaseThread:
 
 
 def _closing_on_error(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    for connection in connections.all(initialized_only=True):
+        # A server that restarted while nobody asked it anything has closed what is open here.
+        if connection.connection is not None and not connection.in_atomic_block and not connection.is_usable():
+            connection.close()
     try:
         return function(*args, **kwargs)
     except DatabaseAway:

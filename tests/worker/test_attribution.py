@@ -64,6 +64,13 @@ def give_way(product) -> None:
         work._act([Preempt(request, request)], product.clock.now())
 
 
+async def leave_early(product, answers) -> None:
+    """One hangs up in the middle of its answer."""
+    begun = [one for one in answers if not one.done() and "Delta" in one.kinds()]
+    if begun:
+        await begun[0].hang_up()
+
+
 async def busy_day(product, dice: random.Random) -> None:
     """Requests of two tenants; some leave, some fail, some give way, and one engine dies under what it runs."""
     answers = []
@@ -81,6 +88,8 @@ async def busy_day(product, dice: random.Random) -> None:
         await product.until(lambda: sum(not one.done() for one in answers) < 12, step=0.03)
         if number % 5 == 1:
             await dice.choice(answers[-10:]).hang_up()
+        if number % 10 == 9:
+            await leave_early(product, answers)
         if number % 5 == 2:
             give_way(product)
     await product.until(lambda: all(answer.done() for answer in answers), step=0.03)
