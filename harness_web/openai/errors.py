@@ -20,6 +20,7 @@ from harness_web.openai.headers import Header, retry_advice
 
 INVALID = "invalid_request_error"
 RATE = "rate_limit_error"
+QUOTA = "insufficient_quota"
 UNAVAILABLE = "service_unavailable_error"
 SERVER = "server_error"
 SHOWN = 100  # characters of a caller's own text that a message repeats
@@ -72,7 +73,11 @@ TABLE: dict[str, Shape] = {
     "limit_rpm": Shape(429, RATE, "rate_limit_exceeded", retry=True),
     "limit_tpm": Shape(429, RATE, "rate_limit_exceeded", retry=True),
     "limit_concurrency": Shape(429, RATE, "rate_limit_exceeded", retry=True),
-    "limit_budget": Shape(429, "insufficient_quota", "insufficient_quota"),
+    # OpenAI's words: its projects are our keys, its organizations our tenants
+    "limit_key_spend": Shape(429, QUOTA, "project_spend_limit_exceeded"),
+    "limit_key_tokens": Shape(429, QUOTA, "project_usage_limit_exceeded"),
+    "limit_tenant_spend": Shape(429, QUOTA, "organization_spend_limit_exceeded"),
+    "limit_tenant_tokens": Shape(429, QUOTA, "organization_usage_limit_exceeded"),
     "no_price": Shape(503, UNAVAILABLE, "model_not_priced"),
     # our own capacity and health
     "queue_full": _overloaded(2.0),

@@ -23,6 +23,13 @@ from scheduler.core.types import Reason, Refusal
 TOKENS = "tokens"
 MONEY_DECIMALS = 10
 RETRY_UNKNOWN = 5.0  # seconds: the database, which knows what is left, could not be asked
+SPENT = {
+    ("key", False): Reason.LIMIT_KEY_SPEND,
+    ("key", True): Reason.LIMIT_KEY_TOKENS,
+    ("tenant", False): Reason.LIMIT_TENANT_SPEND,
+    ("tenant", True): Reason.LIMIT_TENANT_TOKENS,
+}
+"""What refuses when a budget is spent: by its scope, and whether it is of tokens."""
 
 
 class AccountKey(NamedTuple):
@@ -251,7 +258,8 @@ def _exhausted(account: Account, amount: int, at: float) -> Refusal:
         f"The budget of this {scope}{where} does not cover the request: limit {show(budget.limit, unit)} {span}, "
         f"{', '.join(parts)}, requested {show(amount, unit)}."
     )
+    reason = SPENT[scope, unit == TOKENS]
     if budget.ends is None:
-        return Refusal(Reason.LIMIT_BUDGET, message)
+        return Refusal(reason, message)
     again = datetime.fromtimestamp(budget.ends, UTC)
-    return Refusal(Reason.LIMIT_BUDGET, f"{message} It begins anew at {again:%Y-%m-%dT%H:%M:%SZ}.", budget.ends - at)
+    return Refusal(reason, f"{message} It begins anew at {again:%Y-%m-%dT%H:%M:%SZ}.", budget.ends - at)

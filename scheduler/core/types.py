@@ -48,7 +48,10 @@ class Reason(StrEnum):
     LIMIT_RPM = "limit_rpm"
     LIMIT_TPM = "limit_tpm"
     LIMIT_CONCURRENCY = "limit_concurrency"
-    LIMIT_BUDGET = "limit_budget"
+    LIMIT_KEY_SPEND = "limit_key_spend"  # hard budgets: whose it is, and whether of money or of tokens
+    LIMIT_KEY_TOKENS = "limit_key_tokens"
+    LIMIT_TENANT_SPEND = "limit_tenant_spend"
+    LIMIT_TENANT_TOKENS = "limit_tenant_tokens"
     LIMIT_TOO_LARGE = "limit_too_large"
     NO_PRICE = "no_price"
     # refused for our reasons

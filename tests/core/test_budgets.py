@@ -164,13 +164,29 @@ def test_a_refusal_says_whose_budget_it_is_and_how_it_stands() -> None:
     assert reserve(admission, "a", one, money=4 * 10**9) is None
     refusal = reserve(admission, "b", one, money=2 * 10**9)
     assert refusal is not None
-    assert refusal.reason is Reason.LIMIT_BUDGET
+    assert refusal.reason is Reason.LIMIT_KEY_SPEND
     assert refusal.retry_after == 43_200
     assert refusal.message == (
         "The budget of this key on model m does not cover the request: limit 1.00 USD per day, spent 0.25 USD, "
         "reserved 0.40 USD, held by other schedulers 0.25 USD, requested 0.20 USD. "
         "It begins anew at 2027-01-15T20:00:00Z."
     )
+
+
+@pytest.mark.parametrize(
+    ("scope", "unit", "reason"),
+    [
+        ("key", "USD", Reason.LIMIT_KEY_SPEND),
+        ("key", "tokens", Reason.LIMIT_KEY_TOKENS),
+        ("tenant", "EUR", Reason.LIMIT_TENANT_SPEND),
+        ("tenant", "tokens", Reason.LIMIT_TENANT_TOKENS),
+    ],
+)
+@pytest.mark.parametrize("period", ["day", "total"])
+def test_the_reason_says_which_budget_is_spent(scope: str, unit: str, period: str, reason: Reason) -> None:
+    refusal = reserve(Admission(), "a", budget(0, scope=scope, unit=unit, period=period), money=1)
+    assert refusal is not None
+    assert refusal.reason is reason
 
 
 def test_a_budget_in_total_never_begins_anew() -> None:

@@ -136,7 +136,7 @@ async def test_two_processes_serve_exactly_what_one_budget_covers(schedulers: Sc
         gateway = await connect(schedulers, open_now)
         asking = [ask(gateway, f"r{number}", ("one", "two")[number % 2], 50 * EACH) for number in range(200)]
         answers = await asyncio.gather(*asking)
-        assert (answers.count("Done"), answers.count("limit_budget")) == (50, 150)
+        assert (answers.count("Done"), answers.count("limit_tenant_tokens")) == (50, 150)
     for name in MODELS:
         schedulers.end(name, signal.SIGTERM)
     assert schedulers.books() == (50 * EACH, 50 * EACH, 0)
@@ -162,8 +162,8 @@ async def test_a_process_that_is_killed_costs_the_budget_what_it_delivered_and_n
         assert spent == used
         assert EACH + PROMPT <= spent < EACH + PROMPT + 900
         assert await ask(gateway, "rest", "two", limit, tokens=limit - spent - PROMPT) == "Done"
-        assert await ask(gateway, "over", "one", limit, tokens=1) == "limit_budget"
-        assert refused == "limit_budget"
+        assert await ask(gateway, "over", "one", limit, tokens=1) == "limit_tenant_tokens"
+        assert refused == "limit_tenant_tokens"
     for name in MODELS:
         schedulers.end(name, signal.SIGTERM)
     assert schedulers.books() == (limit, limit, 0)

@@ -150,6 +150,7 @@ async def test_the_answers_of_two_schedulers_are_one() -> None:
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 INVALID = "invalid_request_error"
+QUOTA = "insufficient_quota"
 OVERLOADED = (503, "service_unavailable_error", "server_is_overloaded", openai.InternalServerError)
 RATE = (429, "rate_limit_error", "rate_limit_exceeded", openai.RateLimitError)
 WAIT = 6.2  # seconds, of a refusal that says how long
@@ -164,7 +165,10 @@ REFUSALS: dict[Reason, tuple[int, str, str, type[openai.APIStatusError], bool]] 
     Reason.LIMIT_RPM: (*RATE, True),
     Reason.LIMIT_TPM: (*RATE, True),
     Reason.LIMIT_CONCURRENCY: (*RATE, True),
-    Reason.LIMIT_BUDGET: (429, "insufficient_quota", "insufficient_quota", openai.RateLimitError, False),
+    Reason.LIMIT_KEY_SPEND: (429, QUOTA, "project_spend_limit_exceeded", openai.RateLimitError, False),
+    Reason.LIMIT_KEY_TOKENS: (429, QUOTA, "project_usage_limit_exceeded", openai.RateLimitError, False),
+    Reason.LIMIT_TENANT_SPEND: (429, QUOTA, "organization_spend_limit_exceeded", openai.RateLimitError, False),
+    Reason.LIMIT_TENANT_TOKENS: (429, QUOTA, "organization_usage_limit_exceeded", openai.RateLimitError, False),
     Reason.NO_PRICE: (503, "service_unavailable_error", "model_not_priced", openai.InternalServerError, False),
     Reason.QUEUE_FULL: (*OVERLOADED, True),
     Reason.ENGINE_NOT_READY: (*OVERLOADED, True),

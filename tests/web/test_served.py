@@ -357,6 +357,9 @@ def budgeted(product: Product) -> Product:
     return product
 
 
+USAGE_LIMIT = "organization_usage_limit_exceeded"  # a tenant's budget of tokens
+
+
 def ask(product: Product, key: str, *, stream: bool = False) -> httpx.Response:
     body = {"model": "demo", "messages": HELLO, "max_tokens": 4, "stream": stream}
     return httpx.post(product.url + "/v1/chat/completions", headers=product.auth(key), json=body, timeout=30)
@@ -369,7 +372,7 @@ def test_fr_007_a_budget_is_spent_to_the_last_token_and_says_when_it_begins_anew
     assert len(answers) - len(refused) == 8  # of 3 + 4 tokens
     for answer in refused:
         error = answer.json()["error"]
-        assert (answer.status_code, error["code"]) == (429, "insufficient_quota")
+        assert (answer.status_code, error["type"], error["code"]) == (429, "insufficient_quota", USAGE_LIMIT)
         assert (answer.headers["x-should-retry"], answer.headers.get("retry-after")) == ("false", None)
         assert "The budget of this tenant" in error["message"] and "It begins anew at" in error["message"]
     # FR-016: whoever asks is shown the instant that the refusal names.
@@ -394,6 +397,7 @@ def test_fr_019_a_missing_price_is_the_operators_matter(budgeted: Product) -> No
 def test_fr_040_the_official_client_asks_once_where_a_budget_is_spent(budgeted: Product) -> None:
     with openai.OpenAI(base_url=budgeted.url + "/v1", api_key=budgeted.keys["piper/none"]) as client:
         sent = counting(client)
-        with pytest.raises(openai.RateLimitError):
+        with pytest.raises(openai.RateLimitError) as caught:
             client.chat.completions.create(model="demo", messages=HELLO, max_tokens=5)
+        assert (caught.value.type, caught.value.code) == ("insufficient_quota", "project_usage_limit_exceeded")
         assert len(sent) == 1

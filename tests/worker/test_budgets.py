@@ -71,7 +71,7 @@ async def test_of_200_requests_at_once_exactly_the_50_that_a_budget_covers_are_s
         await product.ready()
         answers = [product.submit(budgets=[budget(50 * EACH)]) for _ in range(200)]
         await all_done(product, answers)
-        assert (served(answers), outcomes(answers).count("limit_budget")) == (50, 150)
+        assert (served(answers), outcomes(answers).count("limit_tenant_tokens")) == (50, 150)
         await product.settled()
         product.assert_nothing_is_held()
         assert await books() == (50 * EACH, 50 * EACH, 0)
@@ -87,7 +87,7 @@ async def test_two_web_workers_share_a_budget(start) -> None:
         async with product.second_web() as other:
             answers = [product.submit(budgets=[budget(50 * EACH)], gateway=web) for web in (None, other) * 100]
             await all_done(product, answers)
-        assert (served(answers), outcomes(answers).count("limit_budget")) == (50, 150)
+        assert (served(answers), outcomes(answers).count("limit_tenant_tokens")) == (50, 150)
 
 
 async def test_two_pools_of_a_scheduler_share_a_budget(start) -> None:
@@ -97,7 +97,7 @@ async def test_two_pools_of_a_scheduler_share_a_budget(start) -> None:
         await product.ready("second")
         answers = [product.submit(budgets=[budget(50 * EACH)], model=model) for model in ("demo", "second") * 100]
         await all_done(product, answers)
-        assert (served(answers), outcomes(answers).count("limit_budget")) == (50, 150)
+        assert (served(answers), outcomes(answers).count("limit_tenant_tokens")) == (50, 150)
 
 
 @asynccontextmanager
@@ -121,7 +121,7 @@ async def test_two_schedulers_share_a_budget_to_the_last_token(start) -> None:
             answers.append(first.submit(budgets=[budget(50 * EACH)]))
             answers.append(second.submit(budgets=[budget(50 * EACH)], model="second", id=f"second-{number}"))
         await all_done(first, answers)
-        assert set(outcomes(answers)) == {"done", "limit_budget"}
+        assert set(outcomes(answers)) == {"done", "limit_tenant_tokens"}
         assert served(answers) == 50
         for product in (first, second):
             await product.settled()
@@ -139,7 +139,7 @@ async def test_a_scheduler_gives_what_another_one_asks_for(start) -> None:
         assert (served([mine]), served(theirs)) == (1, 9)
         last = [first.submit(budgets=[budget(10 * EACH)])]
         await all_done(first, last)
-        assert outcomes(last) == ["limit_budget"]
+        assert outcomes(last) == ["limit_tenant_tokens"]
 
 
 # --- whatever becomes of a request ------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ async def test_what_a_process_that_stops_in_order_had_leased_is_free_at_once(sta
         await product.ready()
         answers = [product.submit(budgets=[budget(2 * EACH)]) for _ in range(2)]
         await all_done(product, answers)
-        assert outcomes(answers) == ["done", "limit_budget"]
+        assert outcomes(answers) == ["done", "limit_tenant_tokens"]
 
 
 # --- the database -----------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ async def test_while_the_database_is_away_requests_go_on_as_far_as_the_lease_rea
             monkeypatch.setattr(accounts, name, away)
         answers = [product.submit(budgets=[budget(3 * EACH)]) for _ in range(3)]
         await all_done(product, answers)
-        assert sorted(outcomes(answers)) == ["done", "done", "limit_budget"]
+        assert sorted(outcomes(answers)) == ["done", "done", "limit_tenant_tokens"]
         unknown = product.submit(budgets=[budget(9 * EACH, period="month")])
         await all_done(product, [unknown])
         assert (unknown.last.reason, unknown.last.retry_after) == ("budget_unavailable", 5.0)
@@ -277,7 +277,7 @@ async def test_a_lowered_budget_holds_from_the_first_request_that_knows_of_it(st
         await all_done(product, answers)
         stale = product.submit(budgets=[budget(100 * EACH)], version=1)
         await all_done(product, [stale])
-        assert (served(answers), outcomes([stale])) == (2, ["limit_budget"])
+        assert (served(answers), outcomes([stale])) == (2, ["limit_tenant_tokens"])
         raised = product.submit(budgets=[budget(8 * EACH)], version=3)
         await all_done(product, [raised])
         assert outcomes([raised]) == ["done"]
@@ -290,7 +290,7 @@ async def test_a_budget_that_is_made_in_mid_period_counts_what_was_used_before(s
         await product.settled()
         answers = [product.submit(budgets=[budget(5 * EACH)]) for _ in range(4)]
         await all_done(product, answers)
-        assert (served(answers), outcomes(answers).count("limit_budget")) == (2, 2)
+        assert (served(answers), outcomes(answers).count("limit_tenant_tokens")) == (2, 2)
 
 
 async def test_a_request_belongs_to_the_period_of_its_arrival(start) -> None:
@@ -308,7 +308,7 @@ async def test_a_request_belongs_to_the_period_of_its_arrival(start) -> None:
         fresh = product.submit(max_tokens=200, budgets=[budget(203)])
         await all_done(product, [old, fresh])
         await product.settled()
-        assert outcomes([old, refused, fresh]) == ["done", "limit_budget", "done"]
+        assert outcomes([old, refused, fresh]) == ["done", "limit_tenant_tokens", "done"]
         assert 0.0 < refused.last.retry_after < 3.0
         spent = [account.spent async for account in BudgetAccount.objects.all()]
         assert spent == [203, 203]
@@ -331,7 +331,7 @@ async def test_fr_016_a_month_ends_at_the_tenants_midnight(start, monkeypatch, z
         await product.until(lambda: clock.now() >= 60.01)
         after = product.submit(**pays)
         await all_done(product, [after])
-        assert outcomes([first, before, after]) == ["done", "limit_budget", "done"], after.last
+        assert outcomes([first, before, after]) == ["done", "limit_tenant_tokens", "done"], after.last
         assert f"It begins anew at {border}." in before.last.message
         await product.settled()
         spent = [account.spent async for account in BudgetAccount.objects.order_by("starts_at")]
@@ -360,8 +360,8 @@ async def test_fr_007_a_balance_of_money_is_spent_to_the_last_credit_and_no_furt
         await all_done(product, answers)
         later = [product.submit(**pays) for _ in range(3)]
         await all_done(product, later)
-        assert (served(answers), outcomes(answers).count("limit_budget")) == (10, 40)
-        assert outcomes(later) == ["limit_budget"] * 3
+        assert (served(answers), outcomes(answers).count("limit_tenant_spend")) == (10, 40)
+        assert outcomes(later) == ["limit_tenant_spend"] * 3
         await product.settled()
         charged = await UsageRecord.objects.aaggregate(count=Count("id"), sum=Sum("charge"))
         account = await BudgetAccount.objects.aget()
@@ -383,7 +383,7 @@ async def test_fr_008_without_max_tokens_what_the_tier_allows_is_reserved_and_no
         assert (await books())[0] == 2 * (PROMPT + 5)
         long = product.submit(words=60, max_tokens=None, tier="free", budgets=[budget(100)], version=2)
         await all_done(product, [long])
-        assert outcomes([long]) == ["limit_budget"]
+        assert outcomes([long]) == ["limit_tenant_tokens"]
 
 
 async def test_fr_019_a_model_without_a_price_is_refused_to_budgets_of_money_and_free_of_charge_to_others(
@@ -451,7 +451,7 @@ async def test_fr_018_zero_admits_nothing_unset_everything_and_a_refusal_names_i
         }
         answers = [product.submit(max_tokens=1, key=key, budgets=budgets) for key, budgets in keys.items()]
         await all_done(product, answers)
-        assert outcomes(answers) == ["done", "limit_budget", "limit_budget"]
+        assert outcomes(answers) == ["done", "limit_key_spend", "limit_key_spend"]
         for answer in answers[1:]:
             assert answer.last.message.startswith("The budget of this key does not cover the request: limit 0.00")
         assert "limit 0.0005 USD" in answers[2].last.message
@@ -459,6 +459,7 @@ async def test_fr_018_zero_admits_nothing_unset_everything_and_a_refusal_names_i
         await all_done(product, more)
         assert served(more) == 9
         (refused,) = [one.last for one in more if isinstance(one.last, Refused)]
+        assert refused.reason == "limit_tenant_spend"
         assert refused.message.startswith("The budget of this tenant does not cover the request: limit 10.00 USD")
 
 
