@@ -2,7 +2,9 @@
 
 Two troubles are seen from outside. *Silence*: no step and no token for five times the predicted step, and for no less
 than ten seconds, while something runs; such an engine is dead. *Crowding*: the engine's own queue, in which nobody can
-be put before another any more, holds more than two requests for three steps; nothing is dispatched until it is back.
+be put before another any more, holds more than two requests for three steps; nothing is dispatched until it holds one at
+most. A policy that hands over more than a step can hold crowds the engine again as soon as it may: crowdings less than
+ten seconds apart are one episode, and an episode is one alarm.
 
 After a death only a part of the engine is used, in case it was too much for it: half of its sequences and nine tenths
 of its memory for each death, and a tenth more for every five minutes without another. The next engine is started with
@@ -12,6 +14,7 @@ nothing more is given back until the deployment is changed or started anew.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import replace
 
@@ -19,8 +22,10 @@ from scheduler.core.types import PoolCapacity, StepReport
 
 SILENT_STEPS = 5.0  # predicted steps
 SILENT_SECONDS = 10.0  # and no less: a pause of the operating system is no death
-CROWD = 2  # requests in the engine's own queue
+CROWD = 2  # requests in the engine's own queue; more are too many
 CROWDED_STEPS = 3
+CLEARED = 1  # so few end a crowding: a queue between two and three would switch dispatching on and off
+EPISODE_GAP = 10.0  # seconds without crowding that end an episode
 DEATH_MEMORY = 600.0  # seconds
 STABLE = 300.0  # seconds without a death, for each tenth that is given back
 GIVEN_BACK = 0.1
@@ -33,18 +38,29 @@ class EngineWatch:
 
     def __init__(self) -> None:
         self._alive_at: float | None = None  # None: it has nothing to do
-        self._crowded_steps = 0
+        self._crowd_steps = 0  # in a row with too many in its queue
+        self._crowded = False
+        self._crowded_at = -math.inf  # when it was crowded last
 
     @property
     def crowded(self) -> bool:
         """Nothing may be dispatched: the engine does not keep up with what it has."""
-        return self._crowded_steps >= CROWDED_STEPS
+        return self._crowded
 
     def stepped(self, report: StepReport) -> bool:
-        """A step. True if it is the one that makes the engine crowded."""
+        """A step. True if an episode of crowding begins with it: the one alarm of that episode."""
         self._alive_at = report.at
-        self._crowded_steps = self._crowded_steps + 1 if report.waiting > CROWD else 0
-        return self._crowded_steps == CROWDED_STEPS
+        before = self._crowded
+        self._crowd_steps = self._crowd_steps + 1 if report.waiting > CROWD else 0
+        if self._crowd_steps >= CROWDED_STEPS:
+            self._crowded = True
+        elif report.waiting <= CLEARED:
+            self._crowded = False
+        if not self._crowded:
+            return False
+        begins = not before and report.at - self._crowded_at > EPISODE_GAP
+        self._crowded_at = report.at
+        return begins
 
     def alive(self, now: float) -> None:
         """A token has come."""
@@ -53,7 +69,8 @@ class EngineWatch:
     def idle(self) -> None:
         """It has nothing to do: its silence means nothing, and its queue is empty whatever it said last."""
         self._alive_at = None
-        self._crowded_steps = 0
+        self._crowd_steps = 0
+        self._crowded = False
 
     def silence(self, now: float, step: float) -> float | None:
         """Seconds of silence, if that is too much for an engine whose next step should take `step` seconds."""

@@ -53,7 +53,7 @@ class Metrics:
         self.engine_deaths = counter("engine_deaths", "Engines that died or made no steps", "model")
         self.engine_queue_alarms = counter(
             "engine_queue_alarms",
-            "Times that an engine's own queue did not empty, so that nothing was dispatched",
+            "Episodes in which an engine's own queue did not empty, so that nothing was dispatched",
             "model",
         )
         self.shaper_failures = counter("step_shaper_failures", "Step shapers that failed and are off", "model")

@@ -30,16 +30,32 @@ def test_a_token_is_a_sign_of_life_and_an_idle_engine_is_not_silent():
     assert watch.silence(111.0, step=0.01) == 11.0
 
 
-def test_an_engine_is_crowded_after_three_steps_with_more_than_two_waiting_and_until_they_are_fewer():
+def step(at: float, waiting: int) -> StepReport:
+    return replace(STEP, at=at, waiting=waiting)
+
+
+def test_an_engine_is_crowded_after_three_steps_with_more_than_two_waiting_and_until_one_is_left():
     watch = EngineWatch()
-    full = replace(STEP, waiting=3)
-    assert [watch.stepped(full) for _ in range(4)] == [False, False, True, False]
-    assert watch.crowded
-    watch.stepped(replace(STEP, waiting=2))
-    assert not watch.crowded
-    assert [watch.stepped(full) for _ in range(3)] == [False, False, True]
+    seen = []
+    for at, waiting in enumerate((3, 3, 2, 3, 3, 3, 2, 3, 2, 1, 2, 3)):
+        watch.stepped(step(at, waiting))
+        seen.append(watch.crowded)
+    assert seen == [False] * 5 + [True] * 4 + [False] * 3
+    assert [watch.stepped(step(100.0 + at, 3)) for at in range(2)] == [False, True]
     watch.idle()
-    assert not watch.crowded
+    assert not watch.crowded, "its queue is empty whatever it said last"
+
+
+def test_a_queue_that_fills_again_and_again_is_one_alarm_until_ten_seconds_have_been_calm():
+    watch = EngineWatch()
+    refilled = [watch.stepped(step(0.1 * number, waiting)) for number, waiting in enumerate([5, 5, 5, 4, 3, 0, 0] * 20)]
+    assert (sum(refilled), refilled.index(True)) == (1, 2)
+    last = 0.1 * (len(refilled) - 3)
+    watch.idle()
+    assert not any(watch.stepped(step(last + 9.0 + 0.1 * number, 5)) for number in range(4)), "the same episode goes on"
+    watch.stepped(step(last + 9.5, 0))
+    again = [watch.stepped(step(last + 20.0 + 0.1 * number, 5)) for number in range(4)]
+    assert again == [False, False, True, False]
 
 
 def test_each_death_halves_the_sequences_and_five_quiet_minutes_give_a_tenth_back():
