@@ -12,7 +12,7 @@ from django.utils import timezone
 
 from scheduler.engines import ENGINES
 from scheduler.models import Deployment, DeploymentStatus, PolicyVersion, SchedulerProcess
-from tenants.admin import AuditedAdmin, ReadOnlyAdmin, actor_of
+from tenants.admin import AuditedAdmin, ReadOnlyAdmin, actor_of, reason_of
 from tenants.audit import describe
 from tenants.changes import one_change
 
@@ -53,7 +53,7 @@ class DeploymentAdmin(AuditedAdmin):
         self._set(request, queryset.filter(removed_at__isnull=False), "deploy", None)
 
     def _set(self, request: HttpRequest, queryset: QuerySet[Deployment], action: str, removed_at: Any) -> None:
-        with one_change(actor=actor_of(request)):
+        with one_change(actor=actor_of(request), reason=reason_of(request)):
             for deployment in queryset:
                 before = describe(deployment)
                 deployment.removed_at = removed_at

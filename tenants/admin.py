@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from allauth.account.models import EmailAddress
@@ -14,13 +14,17 @@ from django.contrib.auth.admin import UserAdmin as BaseUserAdmin
 from django.contrib.auth.models import Group, User
 from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponseBase
+from django.template.loader import render_to_string
+from django.utils import timezone
+from django.utils.translation import gettext_lazy as _
 from unfold.admin import ModelAdmin, TabularInline
-from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
+from unfold.forms import ActionForm, AdminPasswordChangeForm, UserChangeForm, UserCreationForm
 from unfold.widgets import UnfoldAdminTextInputWidget
 
 from .audit import MAX_REASON, Act, describe
 from .changes import one_change
 from .key_changes import KeyConflictError, enable, issue, revoke, rotate
+from .memberships import describe_leaving, keys_left_by
 from .models import (
     ApiKey,
     AuditEvent,
@@ -38,6 +42,7 @@ from .models import (
     UsageRecord,
 )
 from .models.change import Change
+from .running_budgets import running_budgets
 from .tiers import FIELDS, TierError, check_tiers
 
 
@@ -53,8 +58,28 @@ def reason_of(request: HttpRequest) -> str:
     return request.POST.get("reason", "")
 
 
+def in_utc(at: datetime) -> str:
+    return f"{at.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def reason_field() -> forms.CharField:
+    return forms.CharField(label=_("Reason"), required=False, max_length=MAX_REASON, widget=UnfoldAdminTextInputWidget)
+
+
+class ReasonedActionForm(ActionForm):  # type: ignore[misc]  # the package has no types
+    """What is to be done with the selected rows, and why."""
+
+    reason = reason_field()
+
+
 class AuditedAdmin(ModelAdmin):  # type: ignore[misc]  # the package has no types
-    """Base: what is saved or deleted here is audited, and everything of one click is one change."""
+    """Base: what is saved or deleted here is audited, and everything of one click is one change.
+
+    What concerns many rows at once needs a reason.
+    """
+
+    action_form = ReasonedActionForm
+    delete_confirmation_template = delete_selected_confirmation_template = "admin/removal.html"
 
     def changeform_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
         if request.method != "POST":  # reading must not wait for the database's one writer
@@ -62,10 +87,16 @@ class AuditedAdmin(ModelAdmin):  # type: ignore[misc]  # the package has no type
         with one_change(actor=actor_of(request), reason=reason_of(request)):
             return super().changeform_view(request, *args, **kwargs)  # type: ignore[no-any-return]
 
+    def response_action(self, request: HttpRequest, queryset: QuerySet[Any]) -> Any:
+        if reason_of(request).strip():
+            return super().response_action(request, queryset)
+        messages.error(request, _("Nothing was done: say why, in the field beside the action."))
+        return None
+
     def get_form(self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
         """The model's form, and beside it why it is filled in."""
         form: Any = kwargs.get("form", self.form)
-        reason = forms.CharField(required=False, max_length=MAX_REASON, widget=UnfoldAdminTextInputWidget)
+        reason = reason_field()
         kwargs["form"] = type(form.__name__, (form,), {"reason": reason})
         return super().get_form(request, obj, change, **kwargs)
 
@@ -79,12 +110,16 @@ class AuditedAdmin(ModelAdmin):  # type: ignore[misc]  # the package has no type
         self.audit(request, "change" if change else "create", form.instance, form.before, describe(form.instance))
 
     def delete_model(self, request: HttpRequest, obj: Any) -> None:
-        with one_change(actor=actor_of(request)):
-            self.audit(request, "remove", obj, describe(obj), None)
+        with one_change(actor=actor_of(request), reason=reason_of(request)):
+            self.audit(request, "remove", obj, self.describe_removal(obj), None)
             super().delete_model(request, obj)
 
+    def describe_removal(self, obj: Any) -> dict[str, Any]:
+        """What the audit log keeps of a row that is removed."""
+        return describe(obj)
+
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> None:
-        with one_change(actor=actor_of(request)):
+        with one_change(actor=actor_of(request), reason=reason_of(request)):
             for obj in queryset:
                 self.delete_model(request, obj)
 
@@ -110,6 +145,20 @@ class ReadOnlyAdmin(ModelAdmin):  # type: ignore[misc]  # the package has no typ
 
     def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         return False
+
+
+class LeavingAdmin(AuditedAdmin):
+    """Base for people and their memberships: whose keys stay valid is said to who removes them, and on record."""
+
+    def delete_model(self, request: HttpRequest, obj: Any) -> None:
+        left = keys_left_by(obj)
+        super().delete_model(request, obj)
+        if left:
+            names = ", ".join(str(key) for key in left)
+            messages.warning(request, _("These keys stay valid; revoke those that must end: %s") % names)
+
+    def describe_removal(self, obj: Any) -> dict[str, Any]:
+        return describe_leaving(obj)
 
 
 class TierForm(forms.ModelForm):  # type: ignore[type-arg]  # generic in the stubs only
@@ -143,11 +192,24 @@ class TenantAdmin(AuditedAdmin):
     list_filter = ("tier", "state")
     search_fields = ("slug", "name")
 
+    def get_readonly_fields(self, request: HttpRequest, obj: Model | None = None) -> tuple[str, ...]:
+        return ("budgets",) if obj else ()
+
+    @admin.display(description=_("Budgets"))
+    def budgets(self, tenant: Tenant) -> str:
+        """Its budgets as they stand. When they begin anew is the instant that `GET /v1/limits` tells."""
+        return render_to_string("admin/running_budgets.html", {"budgets": running_budgets(tenant, timezone.now())})
+
 
 @admin.register(Membership)
-class MembershipAdmin(AuditedAdmin):
+class MembershipAdmin(LeavingAdmin):
+    """Somebody who is to work for another tenant leaves this one first."""
+
     list_display = ("user", "role", "tenant")
     list_filter = ("role", "tenant")
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Model | None = None) -> tuple[str, ...]:
+        return ("user", "tenant") if obj else ()
 
 
 class ApiKeyForm(forms.ModelForm):  # type: ignore[type-arg]  # generic in the stubs only
@@ -217,7 +279,7 @@ class ApiKeyAdmin(AuditedAdmin):
 
     def _each(self, request: HttpRequest, queryset: QuerySet[ApiKey], change: Callable[[ApiKey], None]) -> None:
         """One change for all of them. Those that cannot be changed so are named to the user."""
-        with one_change(actor=actor_of(request)):
+        with one_change(actor=actor_of(request), reason=reason_of(request)):
             for key in queryset.select_related("tenant"):
                 try:
                     change(key)
@@ -236,9 +298,15 @@ class LimitAdmin(AuditedAdmin):
 
 @admin.register(BudgetAccount)
 class BudgetAccountAdmin(ReadOnlyAdmin):
-    list_display = ("__str__", "limit", "spent", "hard", "ends_at")
+    list_display = ("__str__", "limit", "spent", "hard", "begins_anew")
+    exclude = ("starts_at", "ends_at")  # they would be shown without their zone
+    readonly_fields = ("begins_anew",)
     list_filter = ("scope", "unit", "period")
     search_fields = ("owner", "tenant_id")
+
+    @admin.display(description=_("Begins anew"), ordering="ends_at")
+    def begins_anew(self, account: BudgetAccount) -> str:
+        return in_utc(account.ends_at) if account.ends_at else str(_("never"))
 
 
 @admin.register(BudgetLease)
@@ -308,7 +376,7 @@ admin.site.unregister(EmailAddress)  # nothing here sends mail
 
 
 @admin.register(User)
-class UserAdmin(BaseUserAdmin, AuditedAdmin):  # type: ignore[type-arg]  # generic in the stubs only
+class UserAdmin(BaseUserAdmin, LeavingAdmin):  # type: ignore[type-arg]  # generic in the stubs only
     form = UserChangeForm
     add_form = UserCreationForm
     change_password_form = AdminPasswordChangeForm

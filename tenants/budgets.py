@@ -332,7 +332,7 @@ def _open(move: Move) -> BudgetAccount:
         alerts=list(move.terms.alerts),
         version=move.terms.version,
     )
-    account.spent = _in_ledger(account)
+    account.spent = in_ledger(account)
     BudgetAccount.objects.bulk_create([account], ignore_conflicts=True)
     account = BudgetAccount.objects.select_for_update().get(**identity)
     if account.period in SHORT_PERIODS:
@@ -340,7 +340,8 @@ def _open(move: Move) -> BudgetAccount:
     return account
 
 
-def _in_ledger(account: BudgetAccount) -> int:
+def in_ledger(account: BudgetAccount) -> int:
+    """What the ledger has of the account's period, in its unit."""
     rows = UsageRecord.objects.filter(tenant_id=account.tenant_id, arrived_at__gte=account.starts_at)
     if account.ends_at is not None:
         rows = rows.filter(arrived_at__lt=account.ends_at)

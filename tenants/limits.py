@@ -52,8 +52,11 @@ def effective_limits(tier: Tier, tenant: Tenant, key: ApiKey) -> tuple[Effective
     )
 
 
-def effective_budgets(tier: Tier, tenant: Tenant, key: ApiKey) -> tuple[EffectiveBudget, ...]:
-    """The budgets that a request of `key` is charged to: as `effective_limits`, by model, period and unit."""
+def effective_budgets(tier: Tier, tenant: Tenant, key: ApiKey | None) -> tuple[EffectiveBudget, ...]:
+    """The budgets that a request of `key` is charged to: as `effective_limits`, by model, period and unit.
+
+    Without a key, those of the tenant alone.
+    """
     return tuple(
         EffectiveBudget(
             scope=scope,
@@ -72,11 +75,12 @@ def effective_budgets(tier: Tier, tenant: Tenant, key: ApiKey) -> tuple[Effectiv
     )
 
 
-def _charged(tier: Tier, tenant: Tenant, key: ApiKey) -> Iterable[tuple[str, str, list[Limit]]]:
+def _charged(tier: Tier, tenant: Tenant, key: ApiKey | None) -> Iterable[tuple[str, str, list[Limit]]]:
     """Scope and id of who is charged, with the limits that hold for it."""
     for_tenant = {_what(limit): limit for limit in (*tier.limits.all(), *tenant.limits.all())}
     yield "tenant", str(tenant.pk), [for_tenant[what] for what in sorted(for_tenant)]
-    yield "key", str(key.pk), sorted(key.limits.all(), key=_what)
+    if key is not None:
+        yield "key", str(key.pk), sorted(key.limits.all(), key=_what)
 
 
 def _what(limit: Limit) -> tuple[str, str, str, str]:

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from django.contrib import admin
 from django.contrib.auth.models import Group, User
+from django.db.models import Model
 from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
 
+from harness_web.openai.limits import instant
 from scheduler import config
 from scheduler.models import Deployment, PolicyVersion
 from tenants import keys
+from tenants.budgets import Move, Terms, exchange
 from tenants.changes import current_version
 from tenants.ledger import record_usage
-from tenants.models import ApiKey, AuditEvent, KeySecret, Limit, Membership, Price, Tenant, Tier, UsageRecord
+from tenants.models import (
+    ApiKey,
+    AuditEvent,
+    BudgetAccount,
+    KeySecret,
+    Limit,
+    Membership,
+    Price,
+    Tenant,
+    Tier,
+    UsageRecord,
+)
+from tenants.periods import period_of
 
-from .conftest import issue
+from .conftest import issue, make_tenant
 from .test_ledger import ROW
 
 pytestmark = pytest.mark.django_db
@@ -35,6 +52,12 @@ def browser(client: Client) -> Client:
 
 def page(model: type[Any], name: str, *args: Any) -> str:
     return reverse(f"admin:{model._meta.app_label}_{model._meta.model_name}_{name}", args=args)
+
+
+def act(browser: Client, row: Model, action: str, *, reason: str = "told to", **fields: str) -> Any:
+    """Select one row of a list and run an action on it."""
+    form = {"action": action, "_selected_action": [row.pk], "reason": reason, **fields}
+    return browser.post(page(type(row), "changelist"), form, follow=True)
 
 
 def values_of(tier: Tier, **changes: Any) -> dict[str, Any]:
@@ -66,18 +89,40 @@ def test_a_new_key_is_shown_once_and_never_again(browser: Client, acme: Tenant) 
 def test_a_key_is_revoked_by_an_action_and_the_deed_is_on_record(browser: Client, acme: Tenant) -> None:
     key = issue(acme).key
     before = current_version()
-    browser.post(page(ApiKey, "changelist"), {"action": "revoke", "_selected_action": [key.pk]})
+    act(browser, key, "revoke")
     key.refresh_from_db()
     assert key.revoked_at is not None and current_version() == before + 1
     event = AuditEvent.objects.get()
     assert (event.actor, event.action, event.source_ip) == ("user ada", "apikey.revoke", "127.0.0.1")
+    assert event.reason == "told to"
+
+
+@pytest.mark.parametrize("action", ["revoke", "rotate", "enable", "delete_selected"])
+def test_nothing_is_done_to_many_rows_without_a_reason(browser: Client, acme: Tenant, action: str) -> None:
+    key = issue(acme, revoked_at=timezone.now() if action == "enable" else None).key
+    before = list(ApiKey.objects.values()), list(KeySecret.objects.values())
+    for reason in ("", "  "):
+        text = act(browser, key, action, reason=reason, post="yes").content.decode()
+        assert "Nothing was done: say why" in text
+    assert (list(ApiKey.objects.values()), list(KeySecret.objects.values())) == before
+    assert not AuditEvent.objects.exists()
+
+
+def test_the_reason_for_removing_many_rows_is_kept_from_page_to_page(browser: Client, acme: Tenant) -> None:
+    other = Tenant.objects.create(slug="other", name="Other", tier=acme.tier)
+    asked = act(browser, other, "delete_selected", reason="<closed>").content.decode()
+    assert 'name="reason"' in asked and 'value="&lt;closed&gt;"' in asked
+    assert Tenant.objects.count() == 2
+    act(browser, other, "delete_selected", reason="<closed>", post="yes")
+    assert list(Tenant.objects.all()) == [acme]
+    event = AuditEvent.objects.get()
+    assert (event.action, event.target, event.reason) == ("tenant.remove", "tenant other", "<closed>")
 
 
 def test_keys_are_rotated_and_enabled_by_actions(browser: Client, acme: Tenant) -> None:
     key, old = issue(acme, revoked_at=timezone.now()).key, KeySecret.objects.get()
     for action in ("rotate", "enable", "rotate"):
-        answer = browser.post(page(ApiKey, "changelist"), {"action": action, "_selected_action": [key.pk]}, follow=True)
-        text = answer.content.decode()
+        text = act(browser, key, action).content.decode()
         if action == "rotate" and key.revoked_at:
             assert "A revoked key is not rotated" in text and key.secrets.count() == 1
         key.refresh_from_db()
@@ -158,16 +203,18 @@ def test_ledger_and_audit_cannot_be_written(browser: Client) -> None:
 
 def test_deleting_a_tenant_is_on_record(browser: Client, acme: Tenant) -> None:
     issue(acme)
-    browser.post(page(Tenant, "delete", acme.pk), {"post": "yes"})
+    assert 'name="reason"' in browser.get(page(Tenant, "delete", acme.pk)).content.decode()
+    browser.post(page(Tenant, "delete", acme.pk), {"post": "yes", "reason": "closed"})
     assert not Tenant.objects.exists()
     event = AuditEvent.objects.get()
     assert (event.action, event.target, event.before["slug"]) == ("tenant.remove", "tenant acme", "acme")
+    assert event.reason == "closed"
 
 
 def test_a_deployment_is_removed_and_comes_back_by_actions(browser: Client) -> None:
     deployment = Deployment.objects.create(model="demo", engine="simulated")
     for action, removed in (("remove", True), ("deploy_again", False)):
-        browser.post(page(Deployment, "changelist"), {"action": action, "_selected_action": [deployment.pk]})
+        act(browser, deployment, action)
         deployment.refresh_from_db()
         assert (deployment.removed_at is not None) is removed
     assert list(AuditEvent.objects.values_list("action", flat=True)) == ["deployment.deploy", "deployment.remove"]
@@ -179,3 +226,75 @@ def test_a_password_is_never_in_the_audit_log(browser: Client) -> None:
     stored = User.objects.get(username="bob").password
     event = AuditEvent.objects.get(action="user.create")
     assert stored not in json.dumps(event.after) and "horse" not in json.dumps(event.after)
+
+
+# --- who leaves -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bob(acme: Tenant, globex: Tenant) -> User:
+    """A developer of acme, with keys of every kind."""
+    bob = User.objects.create(username="bob")
+    Membership.objects.create(user=bob, tenant=acme, role=Membership.Role.DEVELOPER)
+    for name in ("ci", "notebook"):
+        issue(acme, name, owner=bob)
+    issue(acme, "revoked", owner=bob, revoked_at=timezone.now())
+    issue(acme, "expired", owner=bob, expires_at=timezone.now() - timedelta(seconds=1))
+    issue(acme, "shared")
+    issue(globex, "elsewhere", owner=bob)
+    return bob
+
+
+def test_who_removes_a_member_is_told_which_keys_stay_and_so_is_the_audit_log(browser: Client, bob: User) -> None:
+    path = page(Membership, "delete", bob.memberships.get().pk)
+    text = browser.post(path, {"post": "yes", "reason": "left"}, follow=True).content.decode()
+    assert "These keys stay valid; revoke those that must end: acme/ci, acme/notebook" in text
+    event = AuditEvent.objects.get()
+    assert (event.action, event.reason, event.before["keys"]) == (
+        "membership.remove",
+        "left",
+        ["acme/ci", "acme/notebook"],
+    )
+    assert event.tenant_id == str(Tenant.objects.get(slug="acme").pk)
+    assert ApiKey.objects.filter(owner=bob, revoked_at__isnull=True).count() == 4
+
+
+def test_the_keys_of_somebody_who_is_removed_altogether_are_on_record_too(browser: Client, bob: User) -> None:
+    act(browser, bob, "delete_selected", reason="left", post="yes")
+    event = AuditEvent.objects.get(action="user.remove")
+    assert event.before["keys"] == ["acme/ci", "acme/notebook", "globex/elsewhere"]
+    assert ApiKey.objects.filter(owner__isnull=True, revoked_at__isnull=True).count() == 5
+
+
+def test_a_membership_stays_with_its_person_and_tenant(browser: Client, bob: User, globex: Tenant) -> None:
+    membership = bob.memberships.get()
+    form = {"user": bob.pk, "tenant": globex.pk, "role": "owner"}
+    browser.post(page(Membership, "change", membership.pk), form)
+    membership.refresh_from_db()
+    assert (membership.tenant.slug, membership.role) == ("acme", "owner")
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def test_fr_016_the_pages_of_tenant_and_budget_show_the_instant_that_the_api_tells(browser: Client) -> None:
+    """FR-016: in UTC, and marked as such, in every language."""
+    tenant = make_tenant("tokyo", timezone="Asia/Tokyo")
+    Limit.objects.create(tenant=tenant, kind="budget", period="month", amount="12.5", currency="USD")
+    Limit.objects.create(tier=tenant.tier, kind="budget", period="total", value=900)
+    ends = period_of("month", "Asia/Tokyo", time.time()).ends
+    assert ends is not None
+    told = instant(ends)  # as `GET /v1/limits` writes it
+    shown = told.replace("T", " ").replace("Z", " UTC")
+    for language, never in (("en", "never"), ("zh-hans", "不重置")):
+        browser.cookies["django_language"] = language
+        text = browser.get(page(Tenant, "change", tenant.pk)).content.decode()
+        assert text.count(shown) == 1 and "12.5 USD" in text and "900 tokens" in text and never in text
+    starts = period_of("month", "Asia/Tokyo", time.time()).starts
+    key = ("tenant", str(tenant.pk), "", "USD", "month", starts)
+    terms = Terms(125 * 10**9, True, (), 1)
+    exchange("scheduler", 1, [Move(key, str(tenant.pk), ends, terms, 1, need=1)])
+    account = BudgetAccount.objects.get()
+    browser.cookies["django_language"] = "en"
+    for path in (page(BudgetAccount, "changelist"), page(BudgetAccount, "change", account.pk)):
+        assert shown in browser.get(path).content.decode()

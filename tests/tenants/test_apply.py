@@ -144,6 +144,7 @@ def test_null_removes_a_limit_and_absent_a_budget(example: Result) -> None:
 
 
 def test_fr_018_what_is_read_back_is_what_was_sent_and_unset_is_not_zero(example: Result) -> None:
+    """FR-018."""
     run(
         """tenants: [{slug: acme, keys: [
           {name: unset},
