@@ -31,7 +31,7 @@ class PresentMemory(BatchingAware):
         books = self.books
         if tier.rank != self._best and len(books.batcher) >= self._cap():
             return Reason.SLOTS_FULL
-        blocked = books.batcher.blocked(request) or books.batcher.reserved_against(tier, self._better[tier.name])
+        blocked = books.batcher.blocked(request) or books.batcher.reserved_against(request, self._better[tier.name])
         held = books.batcher.blocks + books.capacity.blocks(request.prompt_tokens + 1)
         free = self._headroom(tier, reason in DUE)
         if blocked is None and held > (1 - free) * books.capacity.total_blocks and len(books.batcher):

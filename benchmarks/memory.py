@@ -20,6 +20,7 @@ import uvloop
 from benchmarks.report import keep, show
 from harness_web.env import child_environment
 from scheduler.clock import RealClock
+from scheduler.engines.base import Sampling
 from scheduler.wire.connection import Connection
 from scheduler.wire.messages import (
     Accepted,
@@ -30,7 +31,6 @@ from scheduler.wire.messages import (
     LimitSpec,
     Models,
     Refused,
-    SamplingSpec,
     Submit,
     Welcome,
 )
@@ -125,7 +125,7 @@ def submission(serial: int, words: int) -> Submit:
     # As a language has them: words of some letters, and no two prompts alike.
     text = " ".join(f"w{(serial * 7919 + place) % 100_000:05d}" for place in range(words))
     messages = ({"role": "user", "content": text},)
-    sampling = SamplingSpec(max_tokens=MAX_TOKENS)
+    sampling = Sampling(max_tokens=MAX_TOKENS)
     return Submit(f"req_{serial:032x}", 1, 0.0, caller, MODEL, messages, sampling, stream=True, queue_timeout=3600.0)
 
 

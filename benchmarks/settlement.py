@@ -158,7 +158,7 @@ def _progress(settlement: Settlement, flights: Sequence[Flight]) -> float:
 
 def _move(settlement: Settlement, flights: Sequence[Flight], tokens: int) -> None:
     for flight in flights:
-        flight.advance(tokens, float(tokens))
+        flight.advance(0, tokens, float(tokens))
         settlement.moved(flight)
     settlement.commit()
 
@@ -190,15 +190,13 @@ def _price_and_budgets() -> int:
 
 def _flight(number: int) -> Flight:
     from scheduler.core.types import TierSpec
-    from scheduler.engines.base import Rendered
-    from scheduler.wire.messages import Caller, SamplingSpec, Submit
+    from scheduler.engines.base import Rendered, Sampling
+    from scheduler.wire.messages import Caller, Submit
     from scheduler.worker.flight import Flight
     from scheduler.worker.outbox import Session
 
     tenant = str(number % TENANTS)
-    submit = Submit(
-        f"req-{number}", 1, 0.0, Caller(tenant, f"t{tenant}", tenant, "vip"), "demo", (), SamplingSpec(), True
-    )
+    submit = Submit(f"req-{number}", 1, 0.0, Caller(tenant, f"t{tenant}", tenant, "vip"), "demo", (), Sampling(), True)
     flight = Flight(submit, Session(_Nobody()), 0.0, time.time(), ())
     flight.tier, flight.rendered = TierSpec("vip", 1), Rendered(100, 1_000, None)
     return flight

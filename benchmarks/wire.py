@@ -17,6 +17,7 @@ import uvloop
 
 from benchmarks.report import Spread, keep, on_separate_cores, percentile, show
 from scheduler.clock import RealClock
+from scheduler.engines.base import Sampling
 from scheduler.wire.connection import Connection
 from scheduler.wire.messages import (
     Accepted,
@@ -27,7 +28,6 @@ from scheduler.wire.messages import (
     Done,
     Events,
     Hello,
-    SamplingSpec,
     Submit,
     Welcome,
 )
@@ -46,7 +46,7 @@ FRAME_PER_STEP, FRAME_PER_TOKEN = "frame a step", "frame a token"
 def submission(request_id: str, model: str) -> Submit:
     caller = Caller(tenant="1", tenant_slug="acme", key="1", tier="vip", key_name="bench")
     messages = ({"role": "user", "content": "hello"},)
-    return Submit(request_id, 1, 0.0, caller, model, messages, SamplingSpec(max_tokens=STEPS), stream=True)
+    return Submit(request_id, 1, 0.0, caller, model, messages, Sampling(max_tokens=STEPS), stream=True)
 
 
 # --- the scheduler's process ----------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 from django.db.models import Max
 
+from scheduler.engines.base import JsonFormat, Sampling, Tools
 from scheduler.models import DeadLetter
-from scheduler.wire.messages import BudgetSpec, Caller, LimitSpec, SamplingSpec, Submit
+from scheduler.wire.messages import BudgetSpec, Caller, LimitSpec, Submit
 
 KEPT = 10_000  # the newest letters
 PAYLOAD_BYTES = 64 * 1024  # a larger request is not kept, and its letter cannot be retried
@@ -60,7 +61,15 @@ def unpack(payload: str, request_id: str) -> Submit:
     budgets = tuple(BudgetSpec(**budget | {"alerts": tuple(budget["alerts"])}) for budget in caller.get("budgets", ()))
     document["caller"] = Caller(**caller | {"limits": limits, "budgets": budgets})
     bias = {int(token): value for token, value in sampling["logit_bias"].items()}
-    document["sampling"] = SamplingSpec(**sampling | {"logit_bias": bias, "stop": tuple(sampling["stop"])})
+    document["sampling"] = Sampling(
+        **sampling
+        | {
+            "logit_bias": bias,
+            "stop": tuple(sampling["stop"]),
+            "format": msgspec.convert(sampling.get("format"), JsonFormat | None),
+            "tools": msgspec.convert(sampling.get("tools"), Tools | None),
+        }
+    )
     document["messages"] = tuple(document["messages"])
     return Submit(**document | {"id": request_id, "attempt": 1, "age": 0.0})
 

@@ -26,6 +26,7 @@ from scheduler.config import ConfigConflict, ConfigDocument, ConfigError
 from scheduler.config import current as config_document
 from scheduler.config import update as update_config
 from scheduler.core.types import Reason
+from scheduler.engines.base import JsonFormat, LikelyToken, Sampling, TokenLogprob, ToolCallDelta, Tools
 from scheduler.limits import merged
 from scheduler.wire.codec import MessageTooLargeError
 from scheduler.wire.link import Epochs, Link, Roster, Wiring, report_death
@@ -47,7 +48,6 @@ from scheduler.wire.messages import (
     LimitState,
     Models,
     Refused,
-    SamplingSpec,
     Snapshot,
     Submit,
 )
@@ -69,13 +69,19 @@ __all__ = [
     "Gateway",
     "GatewayError",
     "GatewayUnavailable",
+    "JsonFormat",
+    "LikelyToken",
     "LimitSpec",
     "LimitState",
     "Limits",
     "Refused",
-    "SamplingSpec",
+    "Sampling",
     "Submit",
+    "TokenLogprob",
+    "ToolCallDelta",
+    "Tools",
     "config_document",
+    "joined",
     "socket_path",
     "update_config",
 ]
@@ -247,14 +253,14 @@ class Gateway:
 
 
 class _Stream:
-    """The events of one request that its reader has not taken yet: at most an acceptance, a text and an end."""
+    """The events of one request that its reader has not taken yet: an acceptance, the news of each answer, an end."""
 
     def __init__(self, request_id: str) -> None:
         self.id = request_id
         self.taken = False  # the end has been read
         self.ended = False  # the end has come
         self._accepted: Accepted | None = None
-        self._texts: list[str] = []
+        self._news: dict[int, _News] = {}  # by answer
         self._tokens = 0
         self._end: Done | Failed | Refused | None = None
         self._ran = False
@@ -262,8 +268,11 @@ class _Stream:
 
     def put(self, event: Event) -> None:
         if isinstance(event, Delta):
-            self._texts.append(event.text)
             self._tokens = event.tokens
+            news = self._news.get(event.index)
+            if news is None:
+                news = self._news[event.index] = _News()
+            news.add(event)
         elif isinstance(event, Accepted):
             self._accepted, self._ran = event, True
         elif not self.ended:
@@ -279,7 +288,7 @@ class _Stream:
             self.put(_not_ready(self.id))
 
     async def take(self) -> Event:
-        """The next event, in order; everything of the text that has come is one."""
+        """The next event, in order; everything that has come of an answer is one."""
         while True:
             if (event := self._next()) is not None:
                 return event
@@ -290,11 +299,43 @@ class _Stream:
         if self._accepted is not None:
             accepted, self._accepted = self._accepted, None
             return accepted
-        if self._texts:
-            texts, self._texts = self._texts, []
-            return Delta(self.id, "".join(texts), self._tokens)
+        if self._news:
+            index = next(iter(self._news))
+            return self._news.pop(index).delta(self.id, index, self._tokens)
         self.taken = self.ended
         return self._end
+
+
+class _News:
+    """What has come of one answer since its reader has looked last."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._calls: list[ToolCallDelta] = []
+        self._finish_reason = ""
+
+    def add(self, delta: Delta) -> None:
+        self._texts.append(delta.text)
+        self._logprobs += delta.logprobs
+        self._calls += delta.tool_calls
+        self._finish_reason = delta.finish_reason
+
+    def delta(self, request_id: str, index: int, tokens: int) -> Delta:
+        """All of it as one."""
+        text, logprobs, calls = "".join(self._texts), tuple(self._logprobs), joined(self._calls)
+        return Delta(request_id, text, tokens, index, self._finish_reason, logprobs, calls)
+
+
+def joined(parts: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """The parts of tool calls with each call in one, in the order in which they began."""
+    calls: dict[int, list[ToolCallDelta]] = {}
+    for part in parts:
+        calls.setdefault(part.index, []).append(part)
+    return tuple(
+        ToolCallDelta(index, some[0].id, some[0].name, "".join(part.arguments for part in some))
+        for index, some in calls.items()
+    )
 
 
 class _RequestLink(Link):

@@ -52,6 +52,7 @@ TABLE: dict[str, Shape] = {
     "context_length_exceeded": Shape(400, INVALID, "context_length_exceeded"),
     "never_fits": Shape(400, INVALID, "request_too_large"),
     "limit_too_large": Shape(400, INVALID, "request_too_large"),
+    "tier_not_allowed": Shape(400, INVALID, "service_tier_not_allowed"),
     "invalid_config": Shape(400, INVALID, "invalid_config"),
     "config_conflict": Shape(409, INVALID, "config_conflict"),
     "conflict": Shape(409, INVALID, "conflict"),

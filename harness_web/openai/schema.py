@@ -13,27 +13,27 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from harness_web.openai.errors import InvalidRequest
+from harness_web.openai.errors import SHOWN, InvalidRequest
+from harness_web.openai.json_schema import check_schema
+from scheduler.gateway import JsonFormat, Sampling, Tools
 
 MAX_DEPTH = 64
 MAX_MESSAGES = 10_000
 MAX_STOPS = 4
 MAX_TOOLS = 128
+MAX_LOGPROBS = 20
+SMALLEST_TOP_P = 1e-9
 INT32 = 2**31 - 1
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")]
 Tokens = Annotated[int, Meta(ge=1, le=INT32)]
 
 # Fields that would change the answer, and the values of them that ask for nothing special.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "modalities": (["text"], []),
     "audio": (),
     "web_search_options": (),
@@ -68,6 +68,41 @@ class ChatMessage(Struct):
     tool_call_id: str | None = None
 
 
+class NamedFunction(Struct):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+class ChosenFunction(Struct):
+    name: str
+
+
+class ToolChoice(Struct):
+    """The one function that must be called."""
+
+    function: ChosenFunction
+    type: Literal["function"] = "function"
+
+
+class JsonSchema(Struct):
+    name: FunctionName
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class ChatRequest(Struct):
     """`POST /v1/chat/completions`, the fields that are understood. Ranges are OpenAI's."""
 
@@ -85,6 +120,13 @@ class ChatRequest(Struct):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     ignore_eos: bool | None = None
     # Harness
     priority: Literal["high", "normal", "low"] | None = None
@@ -92,13 +134,8 @@ class ChatRequest(Struct):
     queue_timeout: Annotated[float, Meta(gt=0)] | None = None  # seconds
     simulate: dict[str, Any] | None = None
     # refused unless they ask for nothing special, see UNSUPPORTED
-    tools: Annotated[list[Any], Meta(max_length=MAX_TOOLS)] | None = None
     functions: Annotated[list[Any], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
     function_call: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     modalities: list[str] | None = None
     audio: Any = None
     web_search_options: Any = None
@@ -116,9 +153,50 @@ class ChatRequest(Struct):
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    @property
+    def answers(self) -> int:
+        return self.n or 1
+
     def prompt(self) -> tuple[dict[str, Any], ...]:
         """The conversation as plain dicts, without the fields that were absent or null."""
         return tuple(_plain(message) for message in self.messages)
+
+    def json_format(self) -> JsonFormat | None:
+        """The format of the answer; None: text."""
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.json_schema is None or wanted.json_schema.schema is None:
+            return JsonFormat()
+        return JsonFormat(msgspec.json.encode(wanted.json_schema.schema).decode())
+
+    def usable_tools(self) -> Tools | None:
+        """The tools that the answer may call; None: it is text."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        wish = self.tool_choice or "auto"
+        choice = f"named:{wish.function.name}" if isinstance(wish, ToolChoice) else wish
+        functions = msgspec.json.encode([_plain_tool(tool) for tool in self.tools]).decode()
+        return Tools(functions, choice, self.parallel_tool_calls is not False)
+
+    def sampling(self) -> Sampling:
+        """How to answer, as it travels to the engine."""
+        return Sampling(
+            max_tokens=self.output_limit,
+            temperature=self.temperature,
+            # 0 asks for the likeliest token only; engines want a share above zero, and the smallest one says the same.
+            top_p=None if self.top_p is None else max(self.top_p, SMALLEST_TOP_P),
+            stop=self.stops,
+            seed=self.seed,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=self.logit_bias or {},
+            ignore_eos=bool(self.ignore_eos),
+            n=self.answers,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            format=self.json_format(),
+            tools=self.usable_tools(),
+        )
 
 
 T = TypeVar("T")
@@ -133,6 +211,8 @@ def parse_chat(body: bytes) -> ChatRequest:
     _check_support(chat)
     _check_messages(chat.messages)
     _check_sampling(chat)
+    _check_format(chat.response_format)
+    _check_tools(chat)
     _check_text(chat)
     return chat
 
@@ -193,8 +273,6 @@ def _invalid_field(text: str) -> InvalidRequest:
 
 
 def _check_support(chat: ChatRequest) -> None:
-    if (chat.n or 1) > 1:
-        raise _unsupported("n", "Only one choice per request ('n': 1) is supported.")
     if chat.top_logprobs and not chat.logprobs:
         raise InvalidRequest("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
     for field, harmless in UNSUPPORTED.items():
@@ -203,6 +281,40 @@ def _check_support(chat: ChatRequest) -> None:
             raise _unsupported(field, f"'{field}' is not supported with this value.")
     if chat.stream_options is not None and not chat.stream:
         raise InvalidRequest("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+
+
+def _check_format(wanted: ResponseFormat | None) -> None:
+    if wanted is None or wanted.type != "json_schema":
+        return
+    if wanted.json_schema is None:
+        raise InvalidRequest(
+            "Missing required parameter: 'response_format.json_schema'.",
+            "response_format.json_schema",
+            reason="missing_parameter",
+        )
+    if wanted.json_schema.schema is not None:
+        at = "response_format.json_schema.schema"
+        check_schema(wanted.json_schema.schema, at, strict=bool(wanted.json_schema.strict))
+
+
+def _check_tools(chat: ChatRequest) -> None:
+    tools = chat.tools or []
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        at = f"tools[{index}].function"
+        if tool.function.name in names:
+            raise InvalidRequest(f"Two tools are named {tool.function.name!r}.", f"{at}.name")
+        names.add(tool.function.name)
+        if tool.function.parameters is not None:
+            check_schema(tool.function.parameters, f"{at}.parameters", strict=bool(tool.function.strict))
+    choice = chat.tool_choice
+    if isinstance(choice, ToolChoice) and choice.function.name not in names:
+        raise InvalidRequest(f"There is no tool {choice.function.name[:SHOWN]!r}.", "tool_choice")
+    if choice == "required" and not tools:
+        raise InvalidRequest("'tool_choice' needs 'tools'.", "tool_choice")
+    forced = choice == "required" or isinstance(choice, ToolChoice)
+    if forced and chat.response_format is not None and chat.response_format.type != "text":
+        raise InvalidRequest("A tool that must be called leaves no room for a format.", "response_format")
 
 
 def _check_messages(messages: list[ChatMessage]) -> None:
@@ -268,3 +380,9 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
     if isinstance(message.content, list):
         plain["content"] = [{"type": "text", "text": part.text} for part in message.content]
     return {key: value for key, value in plain.items() if value is not None}
+
+
+def _plain_tool(tool: Tool) -> dict[str, Any]:
+    """A tool as the template wants it, without the fields that were absent or null; a schema keeps its own."""
+    function = {key: value for key, value in msgspec.to_builtins(tool.function).items() if value is not None}
+    return {"type": tool.type, "function": function}

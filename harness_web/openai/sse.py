@@ -1,10 +1,11 @@
 """An answer as server-sent events.
 
-    (headers)                            with the first engine event: until then every failure is a status
-    data: {… delta: {role, content: ""}}
-    data: {… delta: {content: "…"}}      one for each text; texts that piled up behind a slow client are one
-    data: {… delta: {}, finish_reason}   the only chunk whose finish_reason is not null
-    data: {… choices: [], usage}         only if asked for; every other chunk then says "usage": null
+    (headers)                                    with the first engine event: until then every failure is a status
+    data: {… delta: {role, content: ""}}         the first one of an answer (`index`); of a tool call, content is null
+    data: {… delta: {content: "…"}}              one for each text; texts that piled up behind a slow client are one
+    data: {… delta: {tool_calls: [{index …}]}}   id and name in the first one of a call, then its arguments in parts
+    data: {… delta: {}, finish_reason}           of each answer the only chunk whose finish_reason is not null
+    data: {… choices: [], usage}                 only if asked for; every other chunk then says "usage": null
     data: [DONE]
 
 A failure after the headers is one `data: {"error": …}` event, and then the end without `[DONE]`: clients raise on it
@@ -20,18 +21,20 @@ import msgspec
 
 from harness_web.openai.completion import (
     BatchInfo,
+    Logprobs,
     Usage,
     acceptance,
     batch_info_of,
     completion_id,
     failure,
+    logprobs_of,
     refusal,
     usage_of,
 )
 from harness_web.openai.exchange import Exchange
 from harness_web.openai.headers import Header
 from harness_web.openai.schema import ChatRequest
-from scheduler.gateway import Accepted, Delta, Done, Event, Failed, Refused
+from scheduler.gateway import Accepted, Delta, Done, Event, Failed, Refused, ToolCallDelta
 
 SILENCE = 15.0  # seconds after which a comment keeps the connection open
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -40,15 +43,30 @@ DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder()
 
 
-class ChunkDelta(msgspec.Struct, omit_defaults=True):
-    role: str = ""
-    content: str | None = None
+class CallPart(msgspec.Struct):
+    """The function of a tool call: its name in the first part only, then its arguments as they come."""
+
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str = ""
+
+
+class ToolCallPart(msgspec.Struct, kw_only=True):
+    index: int
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: str | msgspec.UnsetType = msgspec.UNSET
+    function: CallPart
+
+
+class ChunkDelta(msgspec.Struct):
+    role: str | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
+    tool_calls: tuple[ToolCallPart, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChunkChoice(msgspec.Struct, kw_only=True):
     index: int = 0
     delta: ChunkDelta
-    logprobs: None = None
+    logprobs: Logprobs | None = None
     finish_reason: str | None = None
 
 
@@ -57,37 +75,63 @@ class Chunk(msgspec.Struct, kw_only=True):
     object: str = "chat.completion.chunk"
     created: int
     model: str
+    service_tier: str
     choices: tuple[ChunkChoice, ...]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     batch_info: BatchInfo | msgspec.UnsetType = msgspec.UNSET
 
 
 class Chunks:
-    """Writes the chunks of one answer. What they share is encoded once; a text costs one string."""
+    """Writes the chunks of one stream. What they share is encoded once for each answer; a text costs one string."""
 
     _MARK = "\x00"
 
-    def __init__(self, id_: str, created: int, model: str, *, include_usage: bool) -> None:
+    def __init__(self, id_: str, created: int, model: str, *, include_usage: bool, logprobs: bool = False) -> None:
         self._id = id_
         self._created = created
         self._model = model
         self._include_usage = include_usage
-        sample = self._choice(ChunkChoice(delta=ChunkDelta(content=self._MARK)))
-        self._before, self._after = sample.split(_json.encode(self._MARK), 1)
+        self._logprobs = logprobs
+        self.service_tier = ""  # known when the request is accepted, which is before the first chunk
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # by answer: what stands around a text
 
-    def role(self) -> bytes:
-        return self._choice(ChunkChoice(delta=ChunkDelta(role="assistant", content="")))
+    def part(self, part: Delta | Done) -> bytes:
+        """What has come of an answer: text, tool calls, and the end of one that is not the last."""
+        data = b""
+        if self._logprobs and part.logprobs:
+            delta = ChunkDelta(content=part.text)
+            data = self._choice(ChunkChoice(index=part.index, delta=delta, logprobs=logprobs_of(part.logprobs)))
+        elif part.text:
+            data = self.text(part.index, part.text)
+        if isinstance(part, Done):
+            return data
+        data += b"".join(self._call(part.index, call) for call in part.tool_calls)
+        return data + self._choice(_last(part)) if part.finish_reason else data
 
-    def text(self, text: str) -> bytes:
-        return self._before + _json.encode(text) + self._after
+    def role(self, index: int, *, calls: bool = False) -> bytes:
+        """The first chunk of an answer; one that begins with a tool call has no content."""
+        return self._choice(ChunkChoice(index=index, delta=ChunkDelta("assistant", None if calls else "")))
+
+    def text(self, index: int, text: str) -> bytes:
+        around = self._around.get(index)
+        if around is None:
+            sample = self._choice(ChunkChoice(index=index, delta=ChunkDelta(content=self._MARK)))
+            before, after = sample.split(_json.encode(self._MARK), 1)
+            around = self._around[index] = before, after
+        return around[0] + _json.encode(text) + around[1]
 
     def end(self, done: Done) -> bytes:
         """Everything that follows the last text."""
-        last = ChunkChoice(delta=ChunkDelta(), finish_reason=done.finish_reason)
         batch_info = batch_info_of(done)
         if not self._include_usage:
-            return self._choice(last, batch_info=batch_info) + DONE
-        return self._choice(last) + self._event((), usage=usage_of(done), batch_info=batch_info) + DONE
+            return self._choice(_last(done), batch_info=batch_info) + DONE
+        return self._choice(_last(done)) + self._event((), usage=usage_of(done), batch_info=batch_info) + DONE
+
+    def _call(self, index: int, call: ToolCallDelta) -> bytes:
+        part = ToolCallPart(index=call.index, function=CallPart(arguments=call.arguments))
+        if call.id:
+            part.id, part.type, part.function.name = call.id, "function", call.name
+        return self._choice(ChunkChoice(index=index, delta=ChunkDelta(tool_calls=(part,))))
 
     def _choice(self, choice: ChunkChoice, *, batch_info: BatchInfo | msgspec.UnsetType = msgspec.UNSET) -> bytes:
         usage = None if self._include_usage else msgspec.UNSET
@@ -104,6 +148,7 @@ class Chunks:
             id=self._id,
             created=self._created,
             model=self._model,
+            service_tier=self.service_tier,
             choices=choices,
             usage=usage,
             batch_info=batch_info,
@@ -111,17 +156,27 @@ class Chunks:
         return b"data: " + _json.encode(chunk) + b"\n\n"
 
 
+def _last(part: Delta | Done) -> ChunkChoice:
+    return ChunkChoice(index=part.index, delta=ChunkDelta(), finish_reason=part.finish_reason)
+
+
 class StreamedAnswer:
     """One stream. `keep_alive` runs beside it."""
 
     def __init__(self, exchange: Exchange, chat: ChatRequest, *, silence: float = SILENCE) -> None:
         self._exchange = exchange
-        self._chunks = Chunks(completion_id(exchange), int(time.time()), chat.model, include_usage=chat.include_usage)
+        self._chunks = Chunks(
+            completion_id(exchange),
+            int(time.time()),
+            chat.model,
+            include_usage=chat.include_usage,
+            logprobs=bool(chat.logprobs),
+        )
         self._model = chat.model
         self._silence = silence
         self._headers: tuple[Header, ...] = ()
         self._begun = False
-        self._role_sent = False
+        self._silent = set(range(chat.answers))  # answers whose role has not been sent
         self._writing = asyncio.Lock()  # the answer and the comments share a connection
         self._loop = asyncio.get_running_loop()
         self._written_at = self._loop.time()
@@ -130,11 +185,12 @@ class StreamedAnswer:
         """Raises ApiError where the event is the end of a request that failed."""
         match event:
             case Delta():
-                await self._write(self._texts(event.text))
+                await self._write(self._parts(event))
             case Done():
-                await self._write(self._texts(event.text) + self._chunks.end(event), more=False)
+                await self._write(self._parts(event) + self._chunks.end(event), more=False)
             case Accepted():
                 self._headers = acceptance(event)
+                self._chunks.service_tier = event.service_tier
             case Refused():
                 raise refusal(event, self._model)
             case Failed():
@@ -157,10 +213,12 @@ class StreamedAnswer:
             else:
                 self._written_at = self._loop.time()
 
-    def _texts(self, text: str) -> bytes:
-        role = b"" if self._role_sent else self._chunks.role()
-        self._role_sent = True
-        return role + self._chunks.text(text) if text else role
+    def _parts(self, part: Delta | Done) -> bytes:
+        if part.index not in self._silent:
+            return self._chunks.part(part)
+        self._silent.remove(part.index)
+        calls = isinstance(part, Delta) and bool(part.tool_calls) and not part.text
+        return self._chunks.role(part.index, calls=calls) + self._chunks.part(part)
 
     async def _write(self, data: bytes, *, more: bool = True) -> None:
         async with self._writing:

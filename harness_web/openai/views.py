@@ -14,11 +14,10 @@ from harness_web.openai.exchange import Exchange
 from harness_web.openai.schema import ChatRequest, parse_chat
 from harness_web.openai.sse import StreamedAnswer
 from harness_web.runtime import WebRuntime
-from scheduler.gateway import BudgetSpec, Caller, Event, LimitSpec, SamplingSpec, Submit
+from scheduler.gateway import BudgetSpec, Caller, Event, LimitSpec, Submit
 from tenants.auth import Principal
 
 MODELS_SINCE = 1_767_225_600  # `created` of every model: 2026-01-01, the same on every worker and after every restart
-SMALLEST_TOP_P = 1e-9
 PROJECT_LENGTH = 64  # characters of the tag that the ledger keeps
 
 
@@ -76,13 +75,14 @@ def submission(exchange: Exchange, principal: Principal, chat: ChatRequest) -> S
         caller=caller(principal),
         model=chat.model,
         messages=chat.prompt(),
-        sampling=sampling(chat),
+        sampling=chat.sampling(),
         stream=bool(chat.stream),
         priority=chat.priority,
         slo_threshold=chat.slo_threshold,
         queue_timeout=chat.queue_timeout,
         simulate=chat.simulate,
         project=project(exchange.header(b"openai-project")),
+        service_tier=chat.service_tier or "",
     )
 
 
@@ -106,20 +106,4 @@ def caller(principal: Principal) -> Caller:
             BudgetSpec(one.scope, one.owner, one.model, one.unit, one.period, one.zone, one.value, one.hard, one.alerts)
             for one in principal.budgets
         ),
-    )
-
-
-def sampling(chat: ChatRequest) -> SamplingSpec:
-    # top_p 0 asks for the likeliest token only; engines want a share above zero, and the smallest one says the same.
-    top_p = None if chat.top_p is None else max(chat.top_p, SMALLEST_TOP_P)
-    return SamplingSpec(
-        max_tokens=chat.output_limit,
-        temperature=chat.temperature,
-        top_p=top_p,
-        stop=chat.stops,
-        seed=chat.seed,
-        presence_penalty=chat.presence_penalty or 0.0,
-        frequency_penalty=chat.frequency_penalty or 0.0,
-        logit_bias=chat.logit_bias or {},
-        ignore_eos=bool(chat.ignore_eos),
     )

@@ -20,7 +20,7 @@ RECHECK_TOKENS = 32  # a running request's expected length is asked anew after t
 
 @dataclass(slots=True)
 class InFlight:
-    """A dispatched request and the KV blocks it is known to hold."""
+    """A dispatched request and the KV blocks it is known to hold. Tokens are those of one of its sequences."""
 
     request: Request
     dispatched: float
@@ -37,6 +37,11 @@ class InFlight:
             self.recheck = min(self.tokens + max(RECHECK_TOKENS, self.tokens // 4), self.expected)
         return self.expected - self.tokens
 
+    def sequences(self) -> list[tuple[int, int]]:
+        """Tokens to come and blocks held of each of its sequences, by the length that was expected last."""
+        many = self.request.sequences
+        return [(self.expected - self.tokens, self.blocks // many)] * many
+
 
 class Batcher:
     """What runs in one engine, by our own books. The engine's reports are not needed for it: they may come late."""
@@ -45,13 +50,15 @@ class Batcher:
         self._capacity = capacity
         self._max_batch = max_batch
         self._running: dict[str, InFlight] = {}
-        self._per_tier: Counter[str] = Counter()
+        self._per_tier: Counter[str] = Counter()  # sequences
         self._blocks = 0
         self._worst = 0  # blocks if everything produced all it may
         self._context = 0
         self._forecast: Forecast | None = None  # of what runs; None: to be made anew
+        self._forecast_of = 0  # requests that are in it, the first ones of `_running`
         self._behind: float | None = None  # see `next_behind`; None: to be found anew
-        self.decoding = 0
+        self.sequences = 0  # that run
+        self.decoding = 0  # sequences that have their first token
 
     @property
     def capacity(self) -> PoolCapacity:
@@ -95,7 +102,7 @@ class Batcher:
         return flights
 
     def count(self, tier: str) -> int:
-        """Running requests of a tier."""
+        """Running sequences of a tier."""
         return self._per_tier[tier]
 
     def resize(self, capacity: PoolCapacity, max_batch: int | None) -> None:
@@ -105,48 +112,53 @@ class Batcher:
         self._max_batch = max_batch
         self._blocks = self._worst = 0
         for flight in self._running.values():
-            flight.blocks = capacity.blocks(flight.request.prompt_tokens + max(flight.tokens, 1))
+            request = flight.request
+            flight.blocks = request.sequences * capacity.blocks(request.prompt_tokens + max(flight.tokens, 1))
             self._blocks += flight.blocks
-            self._worst += capacity.blocks(flight.request.worst_case_tokens)
+            self._worst += worst_case_blocks(capacity, request)
 
     def never_fits(self, request: Request) -> Reason | None:
         """Why the request could not run even on an empty engine; None if it could."""
-        if request.worst_case_tokens > self._capacity.max_model_len:
+        capacity = self._capacity
+        if request.longest_context > capacity.max_model_len:
             return Reason.CONTEXT_LENGTH
-        if self._capacity.blocks(request.worst_case_tokens) > self._capacity.total_blocks:
+        if request.sequences > capacity.max_seqs or worst_case_blocks(capacity, request) > capacity.total_blocks:
             return Reason.NEVER_FITS
         return None
 
     def blocked(self, request: Request) -> Reason | None:
         """Why the request cannot enter now; None if it can."""
-        if len(self._running) >= self.cap:
+        if self._running and self.sequences + request.sequences > self.cap:
             return Reason.SLOTS_FULL
         if self._running and self._blocks + self._first_blocks(request) > self._capacity.total_blocks:
             return Reason.KV_FULL
         return None
 
-    def reserved_against(self, tier: TierSpec, better: list[TierSpec]) -> Reason | None:
+    def reserved_against(self, request: Request, better: list[TierSpec]) -> Reason | None:
         """Whether the free slots are kept for `better` tiers, best first: what each has reserved and does not use.
 
-        A rank that runs more than its own part uses up the part of the next one, never that of a better one.
+        A rank that runs more than its own part uses up the part of the next one, never that of a better one. A request
+        of several sequences that never has room beside what is kept may run alone: it would wait for ever.
         """
         kept = over = 0.0
         for one in better:
             free = one.reserved_slots * self.cap - self._per_tier[one.name] - over
             kept, over = kept + max(free, 0.0), max(-free, 0.0)
-        if len(self._running) + 1 > self.cap - int(kept):
-            return Reason.SLOTS_RESERVED
-        return None
+        room = self.cap - int(kept)
+        if self.sequences + request.sequences <= room:
+            return None
+        alone = not self._running and request.sequences > max(room, 1)
+        return None if alone else Reason.SLOTS_RESERVED
 
     def forecast(self, request: Request, headroom: float, lengths: Lengths) -> Reason | None:
         """Whether memory at its future peak leaves `headroom` free with the request added; alone it may have all."""
         if not self._running:
             return None
         limit = (1 - headroom) * self._capacity.total_blocks
-        blocks = self._capacity.blocks
-        if self._worst + blocks(request.worst_case_tokens) <= limit:
+        if self._worst + worst_case_blocks(self._capacity, request) <= limit:
             return None  # even the worst case fits: no need to look at each request
-        fits = self._current_forecast(lengths).fits(lengths(request, 0), self._first_blocks(request), limit)
+        first = self._capacity.blocks(request.prompt_tokens + 1)
+        fits = self._current_forecast(lengths).fits(lengths(request, 0), first, limit, request.sequences)
         return None if fits else Reason.KV_FULL
 
     def peak_share(self, lengths: Lengths) -> float:
@@ -173,24 +185,34 @@ class Batcher:
         """The request takes a slot and the blocks of its prompt and first token."""
         blocks = self._first_blocks(request)
         self._running[request.id] = InFlight(request, now, blocks=blocks)
-        self._per_tier[request.tier] += 1
+        self._per_tier[request.tier] += request.sequences
+        self.sequences += request.sequences
         self._blocks += blocks
-        self._worst += self._capacity.blocks(request.worst_case_tokens)
+        self._worst += worst_case_blocks(self._capacity, request)
 
     def progress(self, request_id: str, tokens: int, now: float) -> bool:
-        """The request has produced `tokens` so far. True at its first token; unknown ids (just ended) are ignored."""
+        """The request has produced `tokens` so far. True at its first token; unknown ids (just ended) are ignored.
+
+        Its answers are taken to be of one length: who has ended early is not told.
+        """
         flight = self._running.get(request_id)
-        if flight is None or tokens <= flight.tokens:
+        if flight is None:
+            return False
+        request = flight.request
+        many = request.sequences
+        if many > 1:
+            tokens = request.per_sequence(tokens)
+        if tokens <= flight.tokens:
             return False
         self._outdated()
         first = flight.first_token is None
         if first:
             flight.first_token = now
-            self.decoding += 1
-            self._context += flight.request.prompt_tokens
-        self._context += tokens - flight.tokens
+            self.decoding += many
+            self._context += many * request.prompt_tokens
+        self._context += many * (tokens - flight.tokens)
         flight.tokens = tokens
-        blocks = self._capacity.blocks(flight.request.prompt_tokens + tokens)
+        blocks = many * self._capacity.blocks(request.prompt_tokens + tokens)
         self._blocks += blocks - flight.blocks
         flight.blocks = blocks
         return first
@@ -199,20 +221,26 @@ class Batcher:
         """The request gives back what it holds. Raises KeyError if it does not run."""
         self._outdated()
         flight = self._running.pop(request_id)
-        self._per_tier[flight.request.tier] -= 1
+        request = flight.request
+        self._per_tier[request.tier] -= request.sequences
+        self.sequences -= request.sequences
         self._blocks -= flight.blocks
-        self._worst -= self._capacity.blocks(flight.request.worst_case_tokens)
+        self._worst -= worst_case_blocks(self._capacity, request)
         if flight.first_token is not None:
-            self.decoding -= 1
-            self._context -= flight.request.prompt_tokens + flight.tokens
+            self.decoding -= request.sequences
+            self._context -= request.sequences * (request.prompt_tokens + flight.tokens)
         return flight
 
     def _current_forecast(self, lengths: Lengths) -> Forecast:
         if self._forecast is None:
-            flights = [(one.expected - one.tokens, one.blocks) for one in self.planned(lengths)]
-            self._forecast = Forecast(flights, self._capacity.block_size)
-        for one in islice(self._running.values(), len(self._forecast), None):  # what has entered since
-            self._forecast.add(one.remaining(lengths), one.blocks)
+            sequences = [one for flight in self.planned(lengths) for one in flight.sequences()]
+            self._forecast = Forecast(sequences, self._capacity.block_size)
+            self._forecast_of = len(self._running)
+        for flight in islice(self._running.values(), self._forecast_of, None):  # what has entered since
+            flight.remaining(lengths)
+            for one in flight.sequences():
+                self._forecast.add(*one)
+        self._forecast_of = len(self._running)
         return self._forecast
 
     def _outdated(self) -> None:
@@ -220,4 +248,9 @@ class Batcher:
         self._behind = None
 
     def _first_blocks(self, request: Request) -> int:
-        return self._capacity.blocks(request.prompt_tokens + 1)
+        return request.sequences * self._capacity.blocks(request.prompt_tokens + 1)
+
+
+def worst_case_blocks(capacity: PoolCapacity, request: Request) -> int:
+    """KV blocks that the request holds if all its answers are as long as they may be."""
+    return request.sequences * capacity.blocks(request.longest_context)

@@ -49,7 +49,7 @@ class Books:
     # --- predictions ------------------------------------------------------------------------------------------------
 
     def expected_tokens(self, request: Request, quantile: float = MEDIAN, produced: int = 0) -> int:
-        """Total output of a request at that quantile, never more than `max_tokens`."""
+        """Output of one answer of a request at that quantile, never more than `max_tokens`."""
         return self.lengths.quantile(request.tenant, request.tier, request.max_tokens, quantile, produced)
 
     def load(self, prefill_tokens: int = 0) -> StepLoad:
@@ -84,10 +84,11 @@ class Books:
         tokens = self.expected_tokens(request)
         heads = max(self.batcher.decoding, min(self.batcher.cap, 8))
         prefill_steps = -(-request.prompt_tokens // self.capacity.step_tokens)
+        produced = request.sequences * tokens
         return (
             b1 * request.prompt_tokens
-            + tokens * (b3 + b4 * (request.prompt_tokens + tokens / 2))
-            + (tokens + prefill_steps) * b0 / heads
+            + produced * (b3 + b4 * (request.prompt_tokens + tokens / 2))
+            + (produced + prefill_steps) * b0 / heads
         )
 
 

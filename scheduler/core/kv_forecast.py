@@ -8,7 +8,7 @@ each has grown by that remainder:
 Admission against the present use alone lets output growth run into preemption; admission against the sum of all
 maxima leaves half of the memory empty.
 
-One more request of `b` blocks at place p of that order leaves the totals before it as they are, and adds to each after
+One more sequence of `b` blocks at place p of that order leaves the totals before it as they are, and adds to each after
 it its own blocks and those that it will have grown by: total_j + b + blocks(remaining_j). One decision asks for several
 candidates, so that the totals are kept.
 """
@@ -36,20 +36,21 @@ class Forecast:
     def __len__(self) -> int:
         return len(self._order)
 
-    def fits(self, remaining: int, blocks: int, limit: float) -> bool:
-        """Whether the peak would be within `limit` blocks if one more request ran."""
+    def fits(self, remaining: int, blocks: int, limit: float, count: int = 1) -> bool:
+        """Whether the peak would be within `limit` blocks if `count` more of that kind ran."""
         if self.peak > limit:
             return False
-        if self.peak + blocks + -(-remaining // self._block_size) <= limit:
+        if self.peak + count * (blocks - (-remaining // self._block_size)) <= limit:
             return True  # no total can grow by more: each grows by the smaller of two growths, at the most
-        return self.peak_with(remaining, blocks) <= limit
+        return self.peak_with(remaining, blocks, count) <= limit
 
-    def peak_with(self, remaining: int, blocks: int) -> int:
-        """Blocks at the peak if one more request ran."""
+    def peak_with(self, remaining: int, blocks: int, count: int = 1) -> int:
+        """Blocks at the peak if `count` more of that kind ran."""
         at = bisect(self._order, -remaining)
         before = max(self._totals[:at], default=0)
-        after = max(map(add, self._totals[at:], self._growths[at:]), default=0)
-        return max(before, self._own(at, remaining, blocks), after + blocks)
+        growths = self._growths[at:] if count == 1 else [count * growth for growth in self._growths[at:]]
+        after = max(map(add, self._totals[at:], growths), default=0)
+        return max(before, self._own(at, remaining, blocks, count), after + count * blocks)
 
     def add(self, remaining: int, blocks: int) -> None:
         """One more request runs."""
@@ -62,7 +63,7 @@ class Forecast:
         self._order.insert(at, -remaining)
         self._growths.insert(at, -(-remaining // self._block_size))
 
-    def _own(self, at: int, remaining: int, blocks: int) -> int:
-        """The total of one more request at that place."""
+    def _own(self, at: int, remaining: int, blocks: int, count: int = 1) -> int:
+        """The total of `count` more at that place."""
         held = self._held[at - 1] if at else 0
-        return held + blocks + (at + 1) * -(-remaining // self._block_size)
+        return held + count * blocks + (at + count) * -(-remaining // self._block_size)

@@ -132,6 +132,13 @@ class Planner:
         asked = ranked[position]
         return asked if asked.rank > own.rank else own
 
+    def service_tier(self, tier: TierSpec) -> str:
+        """A tier in OpenAI's words: the best rank is `priority`, the worst `flex`, any other `default`."""
+        ranks = {spec.rank for spec in self._books.tiers.values()}
+        if len(ranks) < 2 or min(ranks) < tier.rank < max(ranks):
+            return "default"
+        return "priority" if tier.rank == min(ranks) else "flex"
+
     # --- what happens -----------------------------------------------------------------------------------------------
 
     def arrive(self, request: Request, now: float) -> Refusal | None:
@@ -150,7 +157,7 @@ class Planner:
         if self._batcher.progress(request_id, tokens, now):
             flight = self._batcher.get(request_id)
             assert flight is not None
-            self._books.service.started(request_id, flight.request.prompt_tokens + tokens)
+            self._books.service.started(request_id, flight.request.prompt_tokens + flight.tokens)
             self._changed = True
 
     def step(self, report: StepReport) -> None:
@@ -175,7 +182,8 @@ class Planner:
         flight = self._leave_engine(request_id)
         request = flight.request
         if outcome.reason is None:
-            self._books.lengths.observe(request.tenant, request.tier, request.max_tokens, outcome.completion_tokens)
+            length = request.per_sequence(outcome.completion_tokens)
+            self._books.lengths.observe(request.tenant, request.tier, request.max_tokens, length)
         self._policy.ended(flight, outcome, now)
         self._changed = True
 
@@ -301,7 +309,7 @@ class Planner:
         """Counts per tier for status and telemetry; every configured tier has a row."""
         snapshot = PoolSnapshot(
             {name: TierSnapshot() for name in self._books.tiers},
-            in_flight=len(self._batcher),
+            in_flight=self._batcher.sequences,
             cap=self._batcher.cap,
             level=self._books.level,
             kv_reserved=self._batcher.blocks / max(self._batcher.capacity.total_blocks, 1),
@@ -320,10 +328,11 @@ class Planner:
         if reason is not None:
             capacity = self._batcher.capacity
             limit = capacity.max_model_len if reason is Reason.CONTEXT_LENGTH else capacity.kv_tokens
+            answers = f" for each of {request.sequences} answers" if request.sequences > 1 else ""
             return Refusal(
                 reason,
-                f"The request needs {request.prompt_tokens} prompt tokens and up to {request.max_tokens} output "
-                f"tokens; together at most {limit} are possible.",
+                f"The request needs {request.prompt_tokens} prompt tokens and up to {request.max_tokens} output tokens"
+                f"{answers}; at most {limit} tokens and {capacity.max_seqs} answers at a time are possible.",
             )
         tier = self._books.tiers[request.tier]
         waiting = self._queue.length(tier.name)
@@ -369,7 +378,7 @@ class Planner:
             books.step_end = now
         self._batcher.enter(request, now)
         books.service.left_queue(request.tier, request.tenant)
-        books.service.dispatched(request.id, request.tier, request.tenant, request.prompt_tokens, books.cost(request))
+        books.service.dispatched(request, books.cost(request))
         self._dispatched.setdefault(request.tier, deque(maxlen=RECENT_DISPATCHES)).append(now)
         self._policy.dispatched(request, now)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heapify, heappop
 
-from scheduler.core.batcher import Lengths
+from scheduler.core.batcher import Lengths, worst_case_blocks
 from scheduler.core.books import Books
 from scheduler.core.types import Request
 
@@ -32,29 +32,30 @@ def reserve(books: Books, request: Request, slots: int, blocks: int, lengths: Le
     Running requests count with all the blocks that they are expected to fill, until their predicted ends; `lengths`
     answers what they will have produced.
     """
-    need = books.capacity.blocks(request.prompt_tokens + books.expected_tokens(request))
+    need = request.sequences * books.capacity.blocks(request.prompt_tokens + books.expected_tokens(request))
     step, next_step, size = books.step_time(), now + books.residual(now), books.capacity.block_size
     flights = []
     for flight in books.batcher.planned(lengths):  # in the hot path of a full engine: few calls
         end = next_step + (flight.expected - flight.tokens) * step
         if flight.first_token is None and (prefill := books.service.prefill_left(flight.request.id)):
             end += books.prefill_seconds(prefill)
-        flights.append((end, -(-(flight.request.prompt_tokens + flight.expected) // size)))
+        many = flight.request.sequences
+        flights.append((end, many * -(-(flight.request.prompt_tokens + flight.expected) // size), many))
     heapify(flights)  # as a rule the first few are enough
-    used_slots = len(flights)
-    used_blocks = sum(held for _, held in flights)
+    used_slots = books.batcher.sequences
+    used_blocks = sum(held for _, held, _ in flights)
     start = now
-    while flights and not (used_slots < slots and used_blocks + need <= blocks):
-        start, held = heappop(flights)
-        used_slots -= 1
+    while flights and not (used_slots + request.sequences <= slots and used_blocks + need <= blocks):
+        start, held, many = heappop(flights)
+        used_slots -= many
         used_blocks -= held
-    return Reservation(request, start, slots - used_slots - 1, blocks - used_blocks - need)
+    return Reservation(request, start, slots - used_slots - request.sequences, blocks - used_blocks - need)
 
 
 def may_pass(books: Books, reservation: Reservation, request: Request, now: float) -> bool:
     """Whether dispatching `request` now leaves the reservation where it is."""
-    need = books.capacity.blocks(request.worst_case_tokens)
-    if reservation.spare_slots >= 1 and reservation.spare_blocks >= need:
+    need = worst_case_blocks(books.capacity, request)
+    if reservation.spare_slots >= request.sequences and reservation.spare_blocks >= need:
         return True
     tokens = books.expected_tokens(request, LATE_QUANTILE)
     pending = books.service.remaining_prefill()

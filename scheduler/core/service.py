@@ -21,6 +21,8 @@ import itertools
 import math
 from dataclasses import dataclass, field
 
+from scheduler.core.types import Request
+
 FLOOR_CLAMP = 2.0  # engine-seconds
 # A tier with that much credit goes before everybody as soon as a slot is free. What it is owed until then counts too:
 # forgotten each time, it would add up.
@@ -66,16 +68,16 @@ class Meter:
         """Add a share that does not come from decoding."""
         self._settled += seconds
 
-    def join(self, frame: int) -> None:
-        """One more request decodes; `frame` is its context minus the step index."""
+    def join(self, frame: int, count: int = 1) -> None:
+        """`count` more sequences decode; `frame` is the context of each minus the step index."""
         self.read()
-        self._count += 1
-        self._frame += frame
+        self._count += count
+        self._frame += count * frame
 
-    def leave(self, frame: int) -> None:
+    def leave(self, frame: int, count: int = 1) -> None:
         self.read()
-        self._count -= 1
-        self._frame -= frame
+        self._count -= count
+        self._frame -= count * frame
 
 
 @dataclass(slots=True)
@@ -143,7 +145,8 @@ class Charge:
     tenant: Account
     name: str  # of the tenant
     cost: float
-    frame: int | None = None  # not None while it decodes
+    sequences: int = 1
+    frame: int | None = None  # of each of its sequences; not None while they decode
 
     def meters(self) -> tuple[Meter, Meter, Meter]:
         return (self.meter, self.tier.own.meter, self.tenant.meter)
@@ -202,25 +205,26 @@ class Service:
         member.waiting -= 1
         account.waiting_tenants -= not member.waiting
 
-    def dispatched(self, request_id: str, tier: str, tenant: str, prompt_tokens: int, cost: float) -> None:
+    def dispatched(self, request: Request, cost: float) -> None:
         """A request runs; `cost` is its predicted engine time."""
-        account = self.tiers[tier]
-        member = account.tenants[tenant]
-        self._charges[request_id] = Charge(Meter(self.integrals), account, member, tenant, cost)
-        self._prefilling[request_id] = prompt_tokens
+        account = self.tiers[request.tier]
+        member = account.tenants[request.tenant]
+        meter = Meter(self.integrals)
+        self._charges[request.id] = Charge(meter, account, member, request.tenant, cost, request.sequences)
+        self._prefilling[request.id] = request.prompt_tokens
         for one in (account.own, member):
             one.outstanding += cost
             one.running += 1
 
     def started(self, request_id: str, context: int) -> None:
-        """Its first token is here: from the next step on it decodes with `context` tokens."""
+        """Its first token is here: from the next step on it decodes, each of its sequences with `context` tokens."""
         self._prefilling.pop(request_id, None)
         charge = self._charges[request_id]
         charge.frame = context - self.integrals.index
-        self._decoding += 1
-        self._frames += charge.frame
+        self._decoding += charge.sequences
+        self._frames += charge.sequences * charge.frame
         for meter in charge.meters():
-            meter.join(charge.frame)
+            meter.join(charge.frame, charge.sequences)
 
     def charged(self, request_id: str) -> float:
         """Engine-seconds that a running request has been charged so far."""
@@ -231,10 +235,10 @@ class Service:
         charge = self._charges.pop(request_id)
         self._prefilling.pop(request_id, None)
         if charge.frame is not None:
-            self._decoding -= 1
-            self._frames -= charge.frame
+            self._decoding -= charge.sequences
+            self._frames -= charge.sequences * charge.frame
             for meter in charge.meters():
-                meter.leave(charge.frame)
+                meter.leave(charge.frame, charge.sequences)
         seconds = charge.meter.read()
         for one in (charge.tier.own, charge.tenant):
             one.outstanding -= charge.cost

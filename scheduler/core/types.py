@@ -53,6 +53,7 @@ class Reason(StrEnum):
     LIMIT_TENANT_SPEND = "limit_tenant_spend"
     LIMIT_TENANT_TOKENS = "limit_tenant_tokens"
     LIMIT_TOO_LARGE = "limit_too_large"
+    TIER_NOT_ALLOWED = "tier_not_allowed"
     NO_PRICE = "no_price"
     # refused for our reasons
     QUEUE_FULL = "queue_full"
@@ -175,13 +176,23 @@ class Request:
 
     @property
     def worst_case_tokens(self) -> int:
-        """KV tokens it holds if it produces everything it may."""
+        """What it is charged for if it produces everything it may: the prompt counts once."""
+        return self.prompt_tokens + self.sequences * self.max_tokens
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of context of an answer that is as long as it may be."""
         return self.prompt_tokens + self.max_tokens
+    sequences: int = 1  # answers to its prompt, each with a slot and memory of its own, and with up to `max_tokens`
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
     """One limit of a tenant or key, as it applies to a request. Mirrors `scheduler.wire.messages.LimitSpec`."""
+
+    def per_sequence(self, tokens: int) -> int:
+        """The part of one answer in what all of them have produced, rounded up."""
+        return -(-tokens // self.sequences)
 
     scope: str  # tenant | key
     owner: str
@@ -278,7 +289,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class TierSnapshot:
-    """A tier of one pool at one instant."""
+    """A tier of one pool at one instant: requests that wait, sequences that run."""
 
     waiting: int = 0
     running: int = 0
@@ -287,7 +298,7 @@ class TierSnapshot:
 
 @dataclass(slots=True)
 class PoolSnapshot:
-    """What `GET /v1/queue/status` and the console show of one planner."""
+    """What `GET /v1/queue/status` and the console show of one planner. `in_flight` and `cap` are sequences."""
 
     tiers: dict[str, TierSnapshot] = field(default_factory=dict)
     in_flight: int = 0

@@ -2,8 +2,9 @@
 
     start() -> EngineLimits          slow; EngineStartError says what to do about a failure
     render(prompt, sampling)         chat template + tokenisation, off the event loop; exact prompt length
-    generate(request) -> events      Delta*, then exactly one Finished; or an EngineError is raised
-    abort(id)                        frees slot and memory at the end of the current step, and the stream ends without
+    generate(request) -> events      for each answer (`Sampling.n`) Delta*, then exactly one Finished, those of several
+                                     answers mixed; or an EngineError is raised
+    abort(id)                        frees slots and memory at the end of the current step, and the stream ends without
                                      Finished; unknown ids are ignored
     aclose()                         idempotent; no process or file is left behind
 
@@ -26,9 +27,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
+
+import msgspec
 
 from scheduler.core.types import PoolCapacity, StepReport
 
@@ -70,6 +73,7 @@ class PromptTooLongError(PromptError):
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +100,30 @@ class ChatPrompt:
     simulate: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to sample. `max_tokens` None means: as many as the model has room for."""
+class JsonFormat(msgspec.Struct, frozen=True, array_like=True):
+    """Each answer is to be a JSON document: one that `schema` (JSON Schema, as JSON text) describes, "" any object."""
+
+    schema: str = ""
+
+
+class Tools(msgspec.Struct, frozen=True, array_like=True):
+    """The functions that an answer may call.
+
+    `functions`: JSON text, an array of the tools as OpenAI's wire has them, for the model's template. `choice`: `auto`,
+    `required` or, as `named:NAME`, the one that must be called. `parallel`: an answer may hold several calls.
+    """
+
+    functions: str
+    choice: str = "auto"
+    parallel: bool = True
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How to answer. It travels whole, from the web to the engine.
+
+    `max_tokens`: of each answer; None means as many as the model has room for. `n`: how many answers. `logprobs`: how
+    many likely tokens are told beside each one that was chosen, 0 to 20; None: no log-probabilities.
+    """
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -107,8 +132,12 @@ class Sampling:
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: dict[int, float] = {}
     ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    format: JsonFormat | None = None
+    tools: Tools | None = None
 
 
 def compact(tokens: Iterable[int]) -> array[int]:
@@ -162,29 +191,61 @@ class EngineRequest:
     terms: Terms | None = None
 
 
+class LikelyToken(msgspec.Struct, frozen=True, array_like=True):
+    """A token with its log-probability. `bytes` None: it has none of its own."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...] | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token of an answer, and the most likely ones at its place, the likeliest first."""
+
+    chosen: LikelyToken
+    top: tuple[LikelyToken, ...] = ()
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True):
+    """A part of the tool call `index` of an answer. The first one has `id` and `name`; all `arguments` are one text."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 @dataclass(slots=True)
 class Delta:
-    """New text of one step. `tokens`: how many tokens this request has produced so far (cumulative, exact).
+    """What one step has made of one answer. `tokens`: how many it has produced so far (cumulative, exact).
 
     `token_ids`: the new tokens. `cached_tokens`: those of the prompt that were not computed anew. A text that is empty
-    may hold back the beginning of a character: an answer cannot go on from there.
+    may hold back the beginning of a character: an answer cannot go on from there. `index`: which of the answers.
     """
 
     text: str
     tokens: int
     token_ids: Sequence[int] = ()
     cached_tokens: int = 0
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(slots=True)
 class Finished:
-    """The end. Token counts are the engine's own and exact; `text` is what was still held back (stop strings)."""
+    """The end of one answer. Token counts are the engine's own and exact.
+
+    `text` and `logprobs` are what was still held back because a stop string might have begun in it.
+    """
 
     reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     text: str = ""
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 EngineEvent = Delta | Finished

@@ -34,6 +34,10 @@ class ChatGuard:
             _check(message, index)
         return [self._defuse(dict(message)) for message in messages]
 
+    def clean_tools(self, tools: Any) -> Any:
+        """The tools of a conversation, defused: their descriptions are somebody's text too."""
+        return self._defuse(tools)
+
     def _defuse(self, value: Any) -> Any:
         if isinstance(value, str):
             return self.defuse_text(value)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import json
 import logging
 import multiprocessing
 import os
@@ -36,14 +37,12 @@ from scheduler.clock import Clock
 from scheduler.core.types import PoolCapacity, StepReport
 from scheduler.engines.base import (
     ChatPrompt,
-    Delta,
     EngineDeadError,
     EngineEvent,
     EngineLimits,
     EngineRequest,
     EngineStartError,
-    Finished,
-    FinishReason,
+    JsonFormat,
     PromptError,
     PromptTooLongError,
     Rendered,
@@ -51,12 +50,23 @@ from scheduler.engines.base import (
     Sampling,
     StepListener,
     Terms,
+    Tools,
     compact,
 )
 from scheduler.engines.chat import ChatGuard, characters
 from scheduler.engines.engine_log import EngineLog
+from scheduler.engines.grammar_box import GrammarBox
+from scheduler.engines.vllm_answers import AnswerReader, TokenSpeller, ToolRequest, tool_request
 from scheduler.engines.vllm_errors import explain
-from scheduler.engines.vllm_options import ALIASES, SHAPER, SHAPER_FAILURE, SHAPER_TERMS, engine_arguments, wants_shaper
+from scheduler.engines.vllm_options import (
+    ALIASES,
+    SHAPER,
+    SHAPER_FAILURE,
+    SHAPER_TERMS,
+    engine_arguments,
+    tool_parser,
+    wants_shaper,
+)
 
 LONG_PROMPT = 20_000  # characters from which on a prompt must not stand before short ones
 SHUTDOWN_SECONDS = 10.0  # that the engine's processes get to end by themselves; they take 5 on the CPU
@@ -86,12 +96,18 @@ def _load() -> SimpleNamespace:
     logging.getLogger("vllm").setLevel(logging.ERROR)  # what it says while it loads is about parts we do not use
     try:
         from vllm import exceptions, platforms, sampling_params
+        from vllm.config import StructuredOutputsConfig
         from vllm.config.logging import LoggingConfig
         from vllm.engine import arg_utils
+        from vllm.entrypoints.openai.chat_completion import protocol
+        from vllm.parser import parser_manager
         from vllm.renderers import params
+        from vllm.tool_parsers import ToolParserManager
         from vllm.v1.engine import async_llm
         from vllm.v1.engine import exceptions as engine_exceptions
         from vllm.v1.metrics import loggers
+        from vllm.v1.structured_output import backend_xgrammar
+        from xgrammar import TokenizerInfo
     except ModuleNotFoundError as error:
         raise EngineStartError(
             f"The engine vllm needs a package that is missing: {error.name}.",
@@ -111,9 +127,16 @@ def _load() -> SimpleNamespace:
         Error=exceptions.VLLMError,
         LoggingConfig=LoggingConfig,
         PrometheusStatLogger=loggers.PrometheusStatLogger,
+        ChatCompletionRequest=protocol.ChatCompletionRequest,
+        ParserManager=parser_manager.ParserManager,
         RequestOutputKind=sampling_params.RequestOutputKind,
         SamplingParams=sampling_params.SamplingParams,
+        StructuredOutputsConfig=StructuredOutputsConfig,
+        StructuredOutputsParams=sampling_params.StructuredOutputsParams,
         TokenizeParams=params.TokenizeParams,
+        TokenizerInfo=TokenizerInfo,
+        ToolParserManager=ToolParserManager,
+        unsupported_schema=backend_xgrammar.has_xgrammar_unsupported_json_features,
         is_cpu=platforms.current_platform.is_cpu(),
     )
 
@@ -129,18 +152,28 @@ def create(
     known = [field.name for field in dataclasses.fields(api.AsyncEngineArgs)]
     arguments = engine_arguments(options, known, data_dir, cpu=api.is_cpu)
     log = EngineLog(data_dir / "run", model)
-    return VllmEngine(arguments, log, clock=clock, on_step=on_step, shaped=wants_shaper(options))
+    parser = tool_parser(options, api.ToolParserManager.list_registered())
+    return VllmEngine(arguments, log, clock=clock, on_step=on_step, shaped=wants_shaper(options), tool_parser=parser)
 
 
 class VllmEngine:
     """An `Engine` (`scheduler/engines/base.py`)."""
 
     def __init__(
-        self, arguments: Mapping[str, Any], log: EngineLog, *, clock: Clock, on_step: StepListener, shaped: bool = False
+        self,
+        arguments: Mapping[str, Any],
+        log: EngineLog,
+        *,
+        clock: Clock,
+        on_step: StepListener,
+        shaped: bool = False,
+        tool_parser: str | None = None,
     ) -> None:
         self._api = _load()
         self._arguments = arguments
         self._shaped = shaped
+        self._tool_parser = tool_parser
+        self._parser: Any = None  # vLLM's class of that name, with what it needs around it
         self._log = log
         self._clock = clock
         self._on_step = on_step
@@ -151,6 +184,8 @@ class VllmEngine:
         self._llm: Any = None
         self._defaults: Mapping[str, Any] = {}  # the model's own sampling defaults
         self._guard = ChatGuard(())
+        self._speller: Any = None
+        self._box: GrammarBox | None = None
         self._long = ThreadPoolExecutor(1, thread_name_prefix="vllm-long-prompts")
         self._work = _Work(clock)
         self._pids: tuple[int, ...] = ()
@@ -167,7 +202,8 @@ class VllmEngine:
         built.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard, even if we are cancelled
         try:
             self._adopt(await asyncio.shield(built))
-            await self._warm_up()
+            self._box = await asyncio.to_thread(self._grammar_box)
+            await asyncio.gather(self._warm_up(), self._box.start())
         except EngineStartError:
             raise
         except Exception as error:  # whatever a start raises, the operator gets a sentence for it
@@ -180,13 +216,13 @@ class VllmEngine:
         llm = self._alive()
         if prompt.simulate is not None:
             raise PromptError("Only the simulated engine takes `simulate`.", param="simulate")
-        self._check(sampling)
+        await self._check(sampling)
         limit = llm.model_config.max_model_len - 1  # one token of output must fit
-        length = characters(prompt.messages)
+        length = characters(prompt.messages) + len(sampling.tools.functions if sampling.tools else "")
         most = llm.renderer.tokenizer.max_chars_per_token
         if length > most * limit:  # tokenising it would take seconds to learn the same
             raise PromptTooLongError(-(-length // most), limit, param="messages", at_least=True)
-        engine_input = await self._tokenise(prompt, long=length > LONG_PROMPT)
+        engine_input = await self._tokenise(prompt, sampling.tools, long=length > LONG_PROMPT)
         tokens = len(engine_input["prompt_token_ids"])
         if tokens > limit:
             raise PromptTooLongError(tokens, limit, param="messages")
@@ -195,27 +231,30 @@ class VllmEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineEvent]:
         llm = self._alive()
+        tools = self._tool_request(request.sampling)
         stream = llm.generate(
             self._engine_input(request),
-            self._sampling_params(request.sampling, len(request.produced), request.terms),
+            self._sampling_params(request.sampling, tools, len(request.produced), request.terms),
             request.id,
             priority=request.priority,
         )
-        tokens, cached = len(request.produced), 0
+        answers = [
+            AnswerReader(
+                index, request.sampling, len(request.produced), self._speller, tools.reader() if tools else None
+            )
+            for index in range(request.sampling.n)
+        ]
+        cached = 0
         over = False
         self._work.handed_over()
         try:
             async for output in stream:
-                step = output.outputs[0]
-                tokens += len(step.token_ids)
                 cached = output.num_cached_tokens or cached
                 over = output.finished
-                if step.token_ids:
-                    yield Delta(step.text, tokens, step.token_ids, cached)
-                if over and (reason := _finish_reason(step)) is not None:
-                    text = "" if step.token_ids else step.text
-                    prompt = len(output.prompt_token_ids) - len(request.produced)
-                    yield Finished(reason, prompt, tokens, cached, text)
+                prompt = len(output.prompt_token_ids) - len(request.produced)
+                for answer in output.outputs:
+                    for event in answers[answer.index].read(answer, prompt, cached):
+                        yield event
         except self._api.DeadError as error:
             over = True
             raise EngineDeadError("The engine has died.") from error
@@ -235,6 +274,8 @@ class VllmEngine:
     async def aclose(self) -> None:
         self._closed = True
         await self._stop_building()
+        if self._box is not None:
+            await self._box.aclose()
         llm, self._llm = self._llm, None
         if llm is not None:
             llm.output_processor.propagate_error(self._api.DeadError())
@@ -251,7 +292,11 @@ class VllmEngine:
         with _one_start:
             self._log.open("vllm")
             log = api.LoggingConfig(configure_logging=True, pylogging_config_file=str(self._log.configuration))
-            config = api.AsyncEngineArgs(**self._arguments, logging_config=log).create_engine_config()
+            # The one compiler whose grammars are tried out in the box, and no other in its place.
+            outputs = api.StructuredOutputsConfig(backend="xgrammar")
+            config = api.AsyncEngineArgs(
+                **self._arguments, logging_config=log, structured_outputs_config=outputs
+            ).create_engine_config()
             if self._shaped:
                 _shape(config)
             step_logger = _step_logger(api, self._work, self._stepped)
@@ -270,12 +315,24 @@ class VllmEngine:
         tokenizer = llm.renderer.tokenizer
         special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._guard = ChatGuard([*special, *tokenizer.all_special_tokens])
+        self._speller = TokenSpeller(tokenizer)
+        self._parser = self._api.ParserManager.get_parser(
+            tool_parser_name=self._tool_parser, enable_auto_tools=True, tokenizer=tokenizer
+        )
         self._pids = _family(process.pid for process in llm.engine_core.resources.engine_manager.processes)
+
+    def _grammar_box(self) -> GrammarBox:
+        """Where grammars for this model's tokenizer are tried out."""
+        llm = self._llm
+        size = llm.model_config.get_vocab_size()
+        return GrammarBox(
+            self._api.TokenizerInfo.from_huggingface(llm.renderer.tokenizer, vocab_size=size).serialize_json()
+        )
 
     async def _warm_up(self) -> None:
         """One short answer, and both ways of rendering: the first call of each costs up to half a second."""
         prompt = ChatPrompt(({"role": "user", "content": "Hello"},))
-        await self._tokenise(prompt, long=True)
+        await self._tokenise(prompt, None, long=True)
         sampling = Sampling(max_tokens=1)
         rendered = await self.render(prompt, sampling)
         async for _ in self.generate(EngineRequest("warm-up", rendered, sampling, 0, self._clock.now())):
@@ -318,11 +375,12 @@ class VllmEngine:
             raise EngineDeadError("The engine has died.")
         return self._llm
 
-    async def _tokenise(self, prompt: ChatPrompt, *, long: bool) -> dict[str, Any]:
+    async def _tokenise(self, prompt: ChatPrompt, tools: Tools | None, *, long: bool) -> dict[str, Any]:
         """vLLM's rendered input. PromptError when the template does not take the conversation."""
         messages = self._guard.clean(prompt.messages)
         renderer = self._alive().renderer
-        chat = self._api.ChatParams(chat_template_kwargs={"add_generation_prompt": True})
+        more = {} if tools is None else {"tools": self._guard.clean_tools(json.loads(tools.functions))}
+        chat = self._api.ChatParams(chat_template_kwargs={"add_generation_prompt": True, **more})
         # No limit here: a prompt that is too long is to be counted, not cut.
         tokens = self._api.TokenizeParams(max_total_tokens=None, add_special_tokens=False)
         try:
@@ -348,13 +406,16 @@ class VllmEngine:
             engine_input["cache_salt"] = request.cache_salt
         return engine_input
 
-    def _sampling_params(self, sampling: Sampling, produced: int = 0, terms: Terms | None = None) -> Any:
+    def _sampling_params(
+        self, sampling: Sampling, tools: ToolRequest | None, produced: int = 0, terms: Terms | None = None
+    ) -> Any:
         """vLLM's sampling; what the request leaves open is the model's own default. Raises vLLM's ClientError.
 
         `produced`: tokens of the answer that are there already.
         """
         defaults = self._defaults
         return self._api.SamplingParams.from_optional(
+            n=sampling.n,
             max_tokens=(sampling.max_tokens or 1) - produced,
             temperature=defaults.get("temperature", 1.0) if sampling.temperature is None else sampling.temperature,
             top_p=defaults.get("top_p", 1.0) if sampling.top_p is None else sampling.top_p,
@@ -367,11 +428,14 @@ class VllmEngine:
             seed=sampling.seed,
             logit_bias=dict(sampling.logit_bias) or None,
             ignore_eos=sampling.ignore_eos,
+            logprobs=sampling.logprobs,
+            structured_outputs=tools.constraint if tools else self._constraint(sampling.format),
+            skip_special_tokens=not (tools and tools.keeps_special_tokens),
             output_kind=self._api.RequestOutputKind.DELTA,
             extra_args={SHAPER_TERMS: [terms.rank, terms.tpot, terms.whole]} if terms and self._shaped else None,
         )
 
-    def _check(self, sampling: Sampling) -> None:
+    async def _check(self, sampling: Sampling) -> None:
         """PromptError for what vLLM would only refuse, or choke on, when the request has waited its turn."""
         vocabulary = self._llm.model_config.get_vocab_size()
         if any(not 0 <= token < vocabulary for token in sampling.logit_bias):
@@ -380,11 +444,48 @@ class VllmEngine:
             raise PromptError("The seed must fit into 64 bits.", param="seed")
         if "" in sampling.stop:
             raise PromptError("A stop string must not be empty.", param="stop")
+        tools = self._tool_request(sampling)
         try:
-            self._sampling_params(sampling)
+            params = self._sampling_params(sampling, tools)
         except self._api.ClientError as error:
             parameter = getattr(error, "parameter", None)
             raise PromptError(str(error.args[0]), param=parameter or "messages") from error
+        if params.structured_outputs is not None:
+            await self._check_grammar(params.structured_outputs, "tools" if tools else "response_format")
+
+    async def _check_grammar(self, wanted: Any, param: str) -> None:
+        """PromptError for a grammar that cannot be compiled, or not within bounds."""
+        assert self._box is not None, "a started engine has one"
+        refusal: str | None = "it uses what the model's grammar compiler does not know"
+        if wanted.structural_tag is not None:
+            refusal = await self._box.refusal("tag", wanted.structural_tag)
+        elif wanted.json is None:  # any object
+            refusal = None
+        elif not self._api.unsupported_schema(json.loads(wanted.json) if isinstance(wanted.json, str) else wanted.json):
+            text = wanted.json if isinstance(wanted.json, str) else json.dumps(wanted.json)
+            refusal = await self._box.refusal("json", text)
+        if refusal is not None:
+            raise PromptError(f"The schema is refused: {refusal}.", param=param)
+
+    def _tool_request(self, sampling: Sampling) -> ToolRequest | None:
+        """The tools of the request in vLLM's words; None without any. PromptError: they cannot be used."""
+        if sampling.tools is None:
+            return None
+        if self._parser is None:
+            message = "This model calls no tools: its deployment names no `tool_parser`."
+            raise PromptError(message, param="tools")
+        try:
+            constraint = self._constraint(sampling.format)
+            return tool_request(self._api, self._parser, self._llm.renderer.tokenizer, sampling.tools, constraint)
+        except (self._api.ClientError, ValueError, TypeError) as error:
+            raise PromptError(f"The tools are refused: {error}", param="tools") from error
+
+    def _constraint(self, wanted: JsonFormat | None) -> Any:
+        """vLLM's constraint of a format; None: text."""
+        if wanted is None:
+            return None
+        params = self._api.StructuredOutputsParams
+        return params(json=wanted.schema) if wanted.schema else params(json_object=True)
 
 
 def _shape(config: Any) -> None:
@@ -397,16 +498,6 @@ def _shape(config: Any) -> None:
     scheduler = config.scheduler_config
     name = "ShapedAsyncScheduler" if scheduler.async_scheduling else "ShapedScheduler"
     scheduler.scheduler_cls = f"scheduler.engines.vllm_shaper.{name}"
-
-
-def _finish_reason(step: Any) -> FinishReason | None:
-    """Why vLLM's last output ends; None: it was aborted. RequestFailedError: the engine gave the request up."""
-    if step.finish_reason == "abort":
-        return None
-    try:
-        return FinishReason(step.finish_reason)
-    except ValueError as error:
-        raise RequestFailedError(f"The engine ended the request: {step.finish_reason}.") from error
 
 
 class _Work:

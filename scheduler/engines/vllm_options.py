@@ -24,7 +24,9 @@ ALIASES = {
     "step_tokens": "max_num_batched_tokens",
     "kv_space_gib": "kv_cache_memory_bytes",
 }
-SHAPER = "step_shaper"  # the option that vLLM does not have: whether its steps are shaped (`vllm_shaper.py`)
+# Options that the engine arguments of vLLM do not have:
+SHAPER = "step_shaper"  # whether its steps are shaped (`vllm_shaper.py`)
+TOOL_PARSER = "tool_parser"  # which of vLLM's tool parsers reads the calls of this model
 
 # What the adapter in our process and the shaper in vLLM's say to each other, in fields of vLLM that carry anything:
 SHAPER_TERMS = "harness_terms"  # `SamplingParams.extra_args`: rank, tpot, and whether the deadline is the last token's
@@ -53,7 +55,7 @@ FIXED: Mapping[str, Any] = {
     "enable_logging_iteration_details": True,
     "enable_log_requests": False,
 }
-_OURS = frozenset({*FIXED, "logging_config", "log_level", "log_config_file"})
+_OURS = frozenset({*FIXED, "logging_config", "log_level", "log_config_file", "structured_outputs_config"})
 
 
 def engine_arguments(
@@ -66,7 +68,7 @@ def engine_arguments(
     arguments: dict[str, Any] = {**DEFAULTS, **(CPU_DEFAULTS if cpu else {}), **FIXED}
     seen: set[str] = set()
     for option, value in options.items():
-        if option == SHAPER:
+        if option in (SHAPER, TOOL_PARSER):
             continue
         name = ALIASES.get(option, option)
         _check_name(option, name, known, seen)
@@ -88,13 +90,25 @@ def wants_shaper(options: Mapping[str, Any]) -> bool:
     return wanted
 
 
+def tool_parser(options: Mapping[str, Any], known: Collection[str]) -> str | None:
+    """The tool parser of the deployment, one of `known`; None: its model calls no tools. Raises EngineStartError."""
+    name = options.get(TOOL_PARSER)
+    if name is not None and name not in known:
+        close = difflib.get_close_matches(str(name), known, n=1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"Known are: {', '.join(sorted(known))}."
+        raise EngineStartError(f"Option {TOOL_PARSER!r} is refused: there is no parser {name!r}.", hint=hint)
+    return name
+
+
 def _check_name(option: str, name: str, known: Collection[str], seen: Collection[str]) -> None:
     if name in _OURS:
         raise EngineStartError(f"Option {option!r} is set by Harness itself.", hint="Remove it from the deployment.")
     if name in seen:
         raise EngineStartError(f"Option {option!r} is given twice, under two names.", hint="Remove one of them.")
     if name not in known or name.startswith("_"):
-        candidates = [candidate for candidate in (*ALIASES, SHAPER, *known) if not candidate.startswith("_")]
+        candidates = [
+            candidate for candidate in (*ALIASES, SHAPER, TOOL_PARSER, *known) if not candidate.startswith("_")
+        ]
         close = difflib.get_close_matches(option, candidates, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else "See the engine arguments of vLLM."
         raise EngineStartError(f"Unknown option {option!r} of the engine vllm.", hint=hint)

@@ -22,7 +22,9 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL = 1
+from scheduler.engines.base import Sampling, TokenLogprob, ToolCallDelta
+
+PROTOCOL = 2
 MAX_FRAME = 32 * 1024 * 1024  # bytes: a 16 MiB body, re-encoded, fits with room
 
 
@@ -84,20 +86,6 @@ class Caller(Message, tag=31):
     budgets: tuple[BudgetSpec, ...] = ()
 
 
-class SamplingSpec(Message, tag=32):
-    """Mirrors `scheduler.engines.base.Sampling`."""
-
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    ignore_eos: bool = False
-
-
 class Submit(Message, tag=3):
     id: str
     attempt: int
@@ -105,13 +93,14 @@ class Submit(Message, tag=3):
     caller: Caller
     model: str
     messages: tuple[dict[str, Any], ...]
-    sampling: SamplingSpec
+    sampling: Sampling
     stream: bool
     priority: str | None = None  # high | normal | low; may lower, never raise
     slo_threshold: float | None = None  # seconds
     queue_timeout: float | None = None  # seconds
     simulate: dict[str, Any] | None = None
     project: str = ""  # the caller's own tag, for reports
+    service_tier: str = ""  # as OpenAI names them; "" = whatever the key is entitled to
 
 
 class Cancel(Message, tag=4):
@@ -129,6 +118,7 @@ class Accepted(Message, tag=5):
     prompt_tokens: int
     limits: dict[str, float] = {}  # e.g. {"limit-requests": 600, "remaining-requests": 599, "reset-requests": 1.0}
     degradation: int = 0
+    service_tier: str = ""  # what it runs as, in OpenAI's words
 
 
 class Refused(Message, tag=6):
@@ -144,9 +134,15 @@ class Refused(Message, tag=6):
 
 
 class Delta(Message, tag=7):
+    """What has come of one answer of a request. A `finish_reason` is its end; the last answer's is in Done instead."""
+
     id: str
     text: str
-    tokens: int  # produced so far
+    tokens: int  # produced so far, by all answers
+    index: int = 0  # of the answer
+    finish_reason: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 class BatchInfo(Message, tag=33):
@@ -157,7 +153,10 @@ class BatchInfo(Message, tag=33):
 
 
 class Done(Message, tag=8):
-    """End by itself. The usage row is in the spool before this is sent."""
+    """End by itself. The usage row is in the spool before this is sent.
+
+    `finish_reason`, `text` and `logprobs` are those of the answer `index`, which was the last one to end.
+    """
 
     id: str
     finish_reason: str
@@ -166,6 +165,8 @@ class Done(Message, tag=8):
     cached_tokens: int
     batch: BatchInfo
     text: str = ""
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Failed(Message, tag=9):

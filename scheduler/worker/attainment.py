@@ -2,7 +2,7 @@
 
 Streamed: first token by `ttft` and mean time per output token at most `tpot`. Not streamed, n tokens: last token by
 `e2e + (n - 1) tpot`. Contract `e2e_total`: last token by `e2e`, whatever n. A request's own `slo_threshold` replaces
-`ttft` or the whole bound on the last token.
+`ttft` or the whole bound on the last token. Of several answers n is the length of the longest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def miss(flight: Flight, ended: float) -> str:
         return "e2e" if last - flight.arrival > _last_token_bound(flight, tier) else ""
     if first - flight.arrival > (flight.slo or tier.ttft):
         return "ttft"
-    return "tpot" if flight.tokens > 1 and (last - first) / (flight.tokens - 1) > tier.tpot else ""
+    return "tpot" if flight.longest > 1 and (last - first) / (flight.longest - 1) > tier.tpot else ""
 
 
 def judge_cancelled(flight: Flight, now: float) -> tuple[bool | None, str]:
@@ -60,4 +60,4 @@ def judge_cancelled(flight: Flight, now: float) -> tuple[bool | None, str]:
 
 
 def _last_token_bound(flight: Flight, tier: TierSpec) -> float:
-    return flight.slo or tier.e2e + max(flight.tokens - 1, 0) * tier.tpot
+    return flight.slo or tier.e2e + max(flight.longest - 1, 0) * tier.tpot

@@ -79,25 +79,38 @@ class Endings:
         self._traces.ended(flight.id, "cancelled", str(Reason.CLIENT_GONE), 0, now)
         log.info("cancelled while waiting", request_id=flight.id, tier=flight.tier_name)
 
+    def answer_finished(self, flight: Flight, finished: Finished) -> None:
+        """One of several answers ended by itself; others go on."""
+        now = self._clock.now()
+        self._count(flight, finished, now)
+        flight.cached = min(flight.cached, finished.cached_tokens)
+        self._settlement.moved(flight)
+        answer = messages.Delta(
+            flight.id, finished.text, flight.tokens, finished.index, str(finished.reason), finished.logprobs
+        )
+        self._outbox.put(flight.session, answer)
+
     def finished(self, flight: Flight, finished: Finished) -> None:
-        """It ended by itself, with the engine's own counts."""
+        """It ended by itself, with the engine's own counts; of several answers this is the last."""
         if flight.phase is Phase.ENDED:
             return
         now = self._clock.now()
-        completion = self._checked_completion(flight, finished)
-        if completion > flight.tokens or flight.first_token is None:  # the end carries the last tokens
-            self._statistics.delivered(flight, completion - flight.tokens, now)
-            flight.advance(completion, now)
-        # Of an answer in several runs the first one says what its prompt found cached; the others found their own work.
-        reported = finished.cached_tokens if flight.runs == 1 else flight.cached
-        cached = min(max(reported, 0), flight.prompt_tokens)
+        self._count(flight, finished, now)
+        cached = min(max(_cached_tokens(flight, finished), 0), flight.prompt_tokens)
         missed = miss(flight, now)
         self._bill(flight, now, "finished", str(finished.reason), None, cached, not missed, missed)
-        batch = self._batch_info(flight, now)
         self._leave(
             flight,
             messages.Done(
-                flight.id, str(finished.reason), flight.prompt_tokens, completion, cached, batch, finished.text
+                flight.id,
+                str(finished.reason),
+                flight.prompt_tokens,
+                flight.tokens,
+                cached,
+                self._batch_info(flight, now),
+                finished.text,
+                finished.index,
+                finished.logprobs,
             ),
         )
 
@@ -146,7 +159,7 @@ class Endings:
             deployment=flight.submit.model,
             stream=flight.submit.stream,
             prompt_tokens=flight.prompt_tokens,
-            max_tokens=flight.max_tokens,
+            max_tokens=flight.output_bound,
             arrived_at=flight.arrived_at,
             dispatched_at=flight.unix(flight.dispatched),
             batch_id=dispatch.batch_id,
@@ -207,9 +220,17 @@ class Endings:
             completion_tokens=flight.tokens,
         )
 
+    def _count(self, flight: Flight, finished: Finished, now: float) -> None:
+        """Take the engine's count of an answer, which may be above what its deltas have told."""
+        completion, told = self._checked_completion(flight, finished), flight.made.get(finished.index, 0)
+        if completion > told or flight.first_token is None:  # the end carries the last tokens
+            self._statistics.delivered(flight, completion - told, now)
+            flight.advance(finished.index, completion, now)
+
     def _checked_completion(self, flight: Flight, finished: Finished) -> int:
         """The engine's count, held within what is possible: at least what was delivered, at most what was allowed."""
-        possible = min(max(finished.completion_tokens, flight.tokens), flight.max_tokens)
+        told = flight.made.get(finished.index, 0)
+        possible = min(max(finished.completion_tokens, told), flight.max_tokens)
         if possible != finished.completion_tokens or finished.prompt_tokens != flight.prompt_tokens:
             log.warning(
                 "engine misreports usage",
@@ -236,3 +257,13 @@ class Endings:
         flight.session.flights.pop(flight.id, None)
         if answer is not None:
             self._outbox.put(flight.session, answer)
+
+
+def _cached_tokens(flight: Flight, finished: Finished) -> int:
+    """What of the prompt was found cached, as reported: by the first run, and by that of its answers that found least.
+
+    Later runs and the other answers find what the request itself has left there.
+    """
+    if flight.runs > 1:
+        return flight.cached
+    return finished.cached_tokens if flight.sequences == 1 else min(flight.cached, finished.cached_tokens)

@@ -71,10 +71,11 @@ class Flight:
     phase: Phase = Phase.RENDERING
     pool: Pool | None = None
     tier: TierSpec | None = None  # the tier it runs as; None until the pool is known to serve it
+    service_tier: str = ""  # the same in OpenAI's words
     slo: float | None = None  # the request's own deadline in seconds, within what its tier allows
     deadline: float | None = None  # instant of the contract point; None until the request is queued
     rendered: Rendered | None = None
-    max_tokens: int = 0
+    max_tokens: int = 0  # of each answer
     price: TokenPrice | None = None  # the one in force when it arrived
     spending: Spending = field(default_factory=Spending)  # the most it may cost, and who pays
     leased: tuple[AccountKey, ...] = ()  # accounts that pay from a lease
@@ -87,7 +88,8 @@ class Flight:
     policy_version: int = 0
     steps_before: StepTally = field(default_factory=StepTally)
     stop_reason: Reason | None = None  # why the present run was told to stop
-    tokens: int = 0
+    tokens: int = 0  # delivered, of all answers
+    made: dict[int, int] = field(default_factory=dict)  # the same by answer
     cached: int = 0  # prompt tokens that the first run did not compute
     first_token: float | None = None
     last_token: float | None = None
@@ -121,6 +123,21 @@ class Flight:
         return 0 if planner is None else planner.books.level
 
     @property
+    def sequences(self) -> int:
+        """How many answers it makes."""
+        return self.submit.sampling.n
+
+    @property
+    def output_bound(self) -> int:
+        """The most tokens that all its answers may have together."""
+        return self.sequences * self.max_tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest answer so far."""
+        return max(self.made.values(), default=0)
+
+    @property
     def run_tokens(self) -> int:
         """What the present run has delivered."""
         return self.tokens - self.tokens_before
@@ -143,12 +160,13 @@ class Flight:
         old = self.stop_reason
         return reason if old is None or old is Reason.PREEMPTED else old
 
-    def advance(self, tokens: int, now: float) -> None:
-        """`tokens` have been delivered to this process so far."""
+    def advance(self, index: int, tokens: int, now: float) -> None:
+        """`tokens` of the answer `index` have been delivered to this process so far."""
         if self.first_token is None:
             self.first_token = now
         self.last_token = now
-        self.tokens = tokens
+        self.tokens += tokens - self.made.get(index, 0)
+        self.made[index] = tokens
 
     def progress(self) -> Progress:
         first = self.first_token if self.first_token is not None else self.dispatched

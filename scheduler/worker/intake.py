@@ -20,7 +20,7 @@ from scheduler.worker.flight import Flight, Phase
 from scheduler.worker.leases import LeaseError, Leases
 from scheduler.worker.outbox import Session
 from scheduler.worker.pool import Pool
-from scheduler.worker.runs import is_resumable, sampling_of
+from scheduler.worker.runs import is_resumable
 from scheduler.worker.services import Services
 from scheduler.worker.spending import budgets_of, limits_of, spending_of
 from scheduler.worker.work import spool_refusal
@@ -36,6 +36,7 @@ RETRY_LEASE = 5.0  # seconds
 CALLERS_KEPT = 10_000
 TOKEN_BYTES = 4  # of a token id in a prompt that waits
 RETRY_BUDGET = 5.0  # seconds
+ENTITLED = ("priority", "scale", "fast")  # service tiers that only keys of the best rank may ask for
 
 
 class RefusedError(Exception):
@@ -169,11 +170,15 @@ class Intake:
             self._check_open(pool)
         assert pool.planner is not None  # it is ready
         try:
-            tier = pool.planner.effective_tier(caller.tier, flight.submit.priority)
+            tier = pool.planner.effective_tier(caller.tier, _priority(flight.submit))
         except KeyError:
             message = f"The tier {caller.tier!r} is not known to the scheduler yet."
             raise RefusedError(Refusal(Reason.ENGINE_NOT_READY, message, 1.0)) from None
         flight.tier = tier
+        flight.service_tier = pool.planner.service_tier(tier)
+        if flight.submit.service_tier in ENTITLED and flight.service_tier != "priority":
+            message = f"The service tier {flight.submit.service_tier!r} is not open to this key."
+            raise RefusedError(Refusal(Reason.TIER_NOT_ALLOWED, message), "service_tier")
         if flight.submit.slo_threshold is not None:
             flight.slo = max(flight.submit.slo_threshold, tier.min_slo_threshold)
         return tier
@@ -186,6 +191,10 @@ class Intake:
         waiting = (snapshot.waiting if snapshot is not None else 0) + self._on_their_way.get(tier.name, 0)
         if waiting >= tier.queue_max_length:
             raise RefusedError(Refusal(Reason.QUEUE_FULL, f"{waiting} requests of this tier are waiting.", 1.0))
+        seats = pool.limits.capacity.max_seqs
+        if flight.sequences > seats:
+            message = f"{flight.sequences} answers are asked for; this model makes at most {seats} at a time."
+            raise RefusedError(Refusal(Reason.NEVER_FITS, message), "n")
         chars = sum(map(len, _texts(flight.submit)))
         bound = max(pool.limits.capacity.max_model_len * ABSURD_CHARS_PER_TOKEN, ABSURD_CHARS_MINIMUM)
         if chars > bound:
@@ -198,10 +207,9 @@ class Intake:
     async def _render(self, flight: Flight, pool: Pool, tier: TierSpec) -> Rendered:
         submit, engine = flight.submit, pool.engine
         assert engine is not None  # it is ready
-        sampling = sampling_of(submit, submit.sampling.max_tokens)
         try:
             with self._on_its_way(tier):
-                rendered = await engine.render(ChatPrompt(tuple(submit.messages), submit.simulate), sampling)
+                rendered = await engine.render(ChatPrompt(tuple(submit.messages), submit.simulate), submit.sampling)
         except PromptTooLongError as error:
             raise RefusedError(Refusal(Reason.CONTEXT_LENGTH, str(error)), error.param) from error
         except PromptError as error:
@@ -214,8 +222,9 @@ class Intake:
         return rendered
 
     def _output_bound(self, flight: Flight, tier: TierSpec, rendered: Rendered) -> int:
-        """The most tokens it may produce: what it asks for, or all that model and tier have room for."""
-        asked = flight.submit.sampling.max_tokens
+        """The most tokens that each of its answers may have: what it asks for, or all that model and tier have room
+        for."""
+        asked, answers = flight.submit.sampling.max_tokens, flight.sequences
         if rendered.room < 1 or (asked is not None and asked > rendered.room):
             message = f"The prompt has {rendered.prompt_tokens} tokens and leaves room for {max(rendered.room, 0)}" + (
                 f", but {asked} were asked for." if asked is not None else "."
@@ -224,14 +233,20 @@ class Intake:
         if asked is not None and asked > tier.max_tokens:
             message = f"max_tokens is {asked}; the tier {tier.name!r} allows at most {tier.max_tokens}."
             raise RefusedError(Refusal(Reason.LIMIT_TOO_LARGE, message), "max_tokens")
-        return min(rendered.room, tier.max_tokens) if asked is None else asked
+        if answers * (asked or 1) > tier.max_tokens:
+            message = (
+                f"{answers} answers of {asked or 1} tokens are asked for; the tier {tier.name!r} allows at most "
+                f"{tier.max_tokens} tokens together."
+            )
+            raise RefusedError(Refusal(Reason.LIMIT_TOO_LARGE, message), "n")
+        return min(rendered.room, tier.max_tokens // answers) if asked is None else asked
 
     def _price(self, flight: Flight, pool: Pool) -> None:
         """What it may cost at most, at the price of its arrival, and the budgets that pay for it."""
         caller, at = flight.submit.caller, flight.arrived_at
         flight.price = self._services.configuration.price(pool.model, caller.tier, caller.tenant, at)
         budgets = budgets_of(caller, pool.model, at, self._calendar)
-        spending = spending_of(budgets, flight.price, flight.prompt_tokens, flight.max_tokens, at)
+        spending = spending_of(budgets, flight.price, flight.prompt_tokens, flight.output_bound, at)
         if isinstance(spending, Refusal):
             raise RefusedError(spending, "model")
         flight.spending = spending
@@ -266,6 +281,7 @@ class Intake:
             attempt=submit.attempt,
             resumable=pool.limits.resumes and is_resumable(submit),
             prompt_bytes=sum(map(sys.getsizeof, _texts(submit))) + TOKEN_BYTES * flight.prompt_tokens,
+            sequences=flight.sequences,
         )
 
     def _reserve(self, flight: Flight, request: Request) -> None:
@@ -285,11 +301,14 @@ class Intake:
         refusal = pool.enqueue(flight, request, self._services.clock.now())
         if refusal is not None:  # `Endings.refused` gives the reservation back
             never = refusal.reason in (Reason.CONTEXT_LENGTH, Reason.NEVER_FITS)
-            raise RefusedError(refusal, "messages" if never else None)
+            param = "n" if flight.sequences > 1 else "messages"
+            raise RefusedError(refusal, param if never else None)
 
     def _accept(self, flight: Flight) -> None:
         limits = self._services.admission.headers(flight.limits, flight.submit.model, self._services.clock.now())
-        answer = messages.Accepted(flight.id, flight.tier_name, flight.prompt_tokens, limits, flight.degradation)
+        answer = messages.Accepted(
+            flight.id, flight.tier_name, flight.prompt_tokens, limits, flight.degradation, flight.service_tier
+        )
         self._services.outbox.put(flight.session, answer)
 
     @contextmanager
@@ -317,8 +336,15 @@ class Intake:
             raise RefusedError(refusal)
 
 
+def _priority(submit: messages.Submit) -> str | None:
+    """The level that it asks for; `flex` is the lowest."""
+    return "low" if submit.service_tier == "flex" else submit.priority
+
+
 def _texts(submit: messages.Submit) -> Iterator[str]:
-    """The texts of its messages; a message's content is a string or a list of text parts."""
+    """The texts of its messages and its tools; a message's content is a string or a list of text parts."""
+    if submit.sampling.tools is not None:
+        yield submit.sampling.tools.functions
     for message in submit.messages:
         content = message.get("content")
         for part in content if isinstance(content, list | tuple) else (content,):

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Protocol, cast
 
+import msgspec
 import structlog
 
 from scheduler.core.types import Contract, Reason
@@ -19,7 +20,6 @@ from scheduler.engines.base import (
     Finished,
     PromptError,
     RequestFailedError,
-    Sampling,
     Terms,
 )
 from scheduler.wire import messages
@@ -110,27 +110,35 @@ class Runs:
         """Pass text on as it comes; answers the end."""
         # Every engine's `generate` is an async generator: closing it is how a request is aborted.
         stream = cast(AsyncGenerator[EngineEvent, None], self._engine.generate(self._request(flight)))
+        left = flight.sequences
         async with aclosing(stream) as events:
             async for event in events:
-                if isinstance(event, Finished):
+                if isinstance(event, Delta):
+                    self._delta(flight, event)
+                    continue
+                left -= 1
+                if not left:
                     return event
-                self._delta(flight, event)
+                self._services.endings.answer_finished(flight, event)
         raise RequestFailedError("The engine ended the answer without saying why.")
 
     def _delta(self, flight: Flight, delta: Delta) -> None:
         services = self._services
         now = services.clock.now()
-        services.statistics.delivered(flight, delta.tokens - flight.tokens, now)
+        services.statistics.delivered(flight, delta.tokens - flight.made.get(delta.index, 0), now)
         if flight.first_token is None:
             flight.cached = delta.cached_tokens
             services.traces.first_token(flight.id, now)
-        flight.advance(delta.tokens, now)
+        flight.advance(delta.index, delta.tokens, now)
         flight.whole = bool(delta.text)
         if flight.resumable:
             flight.produced += delta.token_ids
         services.settlement.moved(flight)
         self._owner.progressed(flight, now)
-        services.outbox.put(flight.session, messages.Delta(flight.id, delta.text, delta.tokens))
+        services.outbox.put(
+            flight.session,
+            messages.Delta(flight.id, delta.text, flight.tokens, delta.index, "", delta.logprobs, delta.tool_calls),
+        )
         if flight.preempting and flight.whole:
             flight.stop(Reason.PREEMPTED)
 
@@ -139,7 +147,7 @@ class Runs:
         return EngineRequest(
             id=flight.id,
             rendered=flight.rendered,
-            sampling=sampling_of(flight.submit, flight.max_tokens),
+            sampling=msgspec.structs.replace(flight.submit.sampling, max_tokens=flight.max_tokens),
             priority=flight.engine_priority,
             arrival=flight.arrival,
             # Prefix caches are shared within a tenant only: timing must not tell one tenant what another asked.
@@ -156,28 +164,14 @@ def _terms(flight: Flight) -> Terms:
     return Terms(tier.rank, tier.tpot, whole=tier.contract is Contract.E2E_TOTAL or not flight.submit.stream)
 
 
-def sampling_of(submit: messages.Submit, max_tokens: int | None) -> Sampling:
-    """The wire's sampling in the engine's words."""
-    spec = submit.sampling
-    return Sampling(
-        max_tokens=max_tokens,
-        temperature=spec.temperature,
-        top_p=spec.top_p,
-        stop=tuple(spec.stop),
-        seed=spec.seed,
-        presence_penalty=spec.presence_penalty,
-        frequency_penalty=spec.frequency_penalty,
-        logit_bias=dict(spec.logit_bias),
-        ignore_eos=spec.ignore_eos,
-    )
-
-
 def is_resumable(submit: messages.Submit) -> bool:
     """Whether the rest of an answer is independent of where it was cut.
 
-    Not so with a seed, with penalties over what was produced, with stop strings that may begin before the cut, and
-    with the faults of the simulated engine, which count tokens of one run.
+    Not so with several answers, with a seed, with penalties over what was produced, with stop strings that may begin
+    before the cut, with a format or tool calls, whose reading begins at the first token, and with the faults of the
+    simulated engine, which count tokens of one run.
     """
     spec, simulate = submit.sampling, submit.simulate or {}
-    history = spec.seed is not None or spec.presence_penalty or spec.frequency_penalty
-    return not (history or spec.stop or any(name.endswith("_at") for name in simulate))
+    history = spec.seed is not None or spec.presence_penalty or spec.frequency_penalty or spec.stop
+    read = spec.format is not None or spec.tools is not None
+    return not (spec.n > 1 or history or read or any(name.endswith("_at") for name in simulate))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from scheduler.core.service import Service
+from tests.core.cast import request
 
 STEP = (0.01, 0.0, 0.0, 0.0, 0.0)
 
@@ -17,7 +18,7 @@ def test_turns_of_tenants_that_always_wait_do_not_pile_up() -> None:
         turns.append(tenant)
         service.arrived("gold", tenant)
         service.left_queue("gold", tenant)
-        service.dispatched(str(number), "gold", tenant, prompt_tokens=1, cost=0.02)
+        service.dispatched(request(str(number), "gold", tenant=tenant, prompt_tokens=1), cost=0.02)
         service.step(0.01, 1, STEP)
         service.ended(str(number))
     assert len(service.tiers["gold"].turns) < 10

@@ -85,6 +85,7 @@ class EngineContract:
 
     name: ClassVar[str]  # in scheduler.engines.ENGINES
     options: ClassVar[dict[str, Any]] = {}  # valid options for building one
+    answers_more: ClassVar[bool] = True  # it makes several answers, and tells log-probabilities
     abort_lag: ClassVar[int] = 1  # step reports after an abort that may still count the aborted request
 
     def make_prompt(self, words: int) -> ChatPrompt:
@@ -179,6 +180,77 @@ class EngineContract:
         answer = await self.transcript(rig.engine, await self.multibyte_request(rig.engine))
         assert not answer.text.isascii()
         assert not any("\ufffd" in delta.text for delta in answer.deltas)
+
+    # --- several answers, and what is told beside the text --------------------------------------------------------
+
+    async def transcripts(self, engine: Engine, request: EngineRequest) -> list[Transcript]:
+        """The same for each answer of a request, by index."""
+        deltas: dict[int, list[Delta]] = {index: [] for index in range(request.sampling.n)}
+        ends: dict[int, Finished] = {}
+        async with asyncio.timeout(TIMEOUT):
+            async for event in engine.generate(request):
+                assert event.index not in ends, "an answer says nothing after its end"
+                if isinstance(event, Finished):
+                    ends[event.index] = event
+                else:
+                    deltas[event.index].append(event)
+        return [Transcript(deltas[index], ends[index]) for index in deltas]
+
+    async def test_every_answer_of_a_request_counts_and_ends_for_itself(self, rig: Rig) -> None:
+        if not self.answers_more:
+            pytest.skip("this engine makes one answer")
+        request = await self.request(rig.engine, "several", words=13, max_tokens=12, n=2)
+        alone = await self.transcript(rig.engine, await self.request(rig.engine, "alone", words=13, max_tokens=12))
+        for answer in await self.transcripts(rig.engine, request):
+            counts = [delta.tokens for delta in answer.deltas]
+            assert counts == sorted(set(counts))
+            assert counts[-1] == answer.finished.completion_tokens == 12
+            assert answer.finished.prompt_tokens == request.rendered.prompt_tokens
+            assert answer.finished.reason is FinishReason.LENGTH
+            assert answer.text == alone.text
+
+    async def test_leaving_frees_the_slots_of_all_answers(self, rig: Rig) -> None:
+        if not self.answers_more:
+            pytest.skip("this engine makes one answer")
+        since = len(rig.steps.reports)
+        request = await self.request(rig.engine, "all-leave", max_tokens=100, n=2)
+        async with self.stream(rig.engine, request):
+            await rig.steps.until(lambda report: report.running == 2, since)
+            since = len(rig.steps.reports)
+        again = await self.request(rig.engine, "after-all-left", max_tokens=8)
+        await self.transcript(rig.engine, again)
+        await rig.steps.until(lambda report: report.running == 0, since)
+        assert all(report.running <= 1 for report in rig.steps.reports[since + self.abort_lag :])
+
+    async def test_log_probabilities_spell_the_text_of_the_answer(self, rig: Rig) -> None:
+        if not self.answers_more:
+            pytest.skip("this engine tells no log-probabilities")
+        request = await self.request(rig.engine, "likely", max_tokens=12, logprobs=3)
+        answer = await self.transcript(rig.engine, request)
+        tokens = [one for delta in answer.deltas for one in delta.logprobs] + list(answer.finished.logprobs)
+        assert len(tokens) == 12
+        spelled = b"".join(bytes(one.chosen.bytes or ()) for one in tokens)
+        assert spelled.decode(errors="ignore").startswith(answer.text[:-1])
+        for one in tokens:
+            ranked = [likely.logprob for likely in one.top]
+            assert len(ranked) == 3
+            assert ranked == sorted(ranked, reverse=True)
+            assert one.chosen.logprob <= 0
+        plain = await self.transcript(rig.engine, await self.request(rig.engine, "plain", max_tokens=2))
+        assert all(delta.logprobs == () for delta in plain.deltas)
+
+    async def test_a_stop_string_is_not_shown_as_tokens_either(self, rig: Rig) -> None:
+        if not self.answers_more:
+            pytest.skip("this engine tells no log-probabilities")
+        whole = (await self.transcript(rig.engine, await self.request(rig.engine, "uncut", max_tokens=24))).text
+        stop = whole[len(whole) // 2 : len(whole) // 2 + 5]
+        request = await self.request(rig.engine, "cut-tokens", max_tokens=24, stop=(stop,), logprobs=0)
+        answer = await self.transcript(rig.engine, request)
+        tokens = [one for delta in answer.deltas for one in delta.logprobs] + list(answer.finished.logprobs)
+        assert answer.text == whole[: whole.index(stop)]
+        told = "".join(one.chosen.token for one in tokens[:-1])
+        assert answer.text.startswith(told)
+        assert all(one.top == () for one in tokens)
 
     # --- many at once -------------------------------------------------------------------------------------------
 

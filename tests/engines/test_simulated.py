@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from scheduler.engines.base import (
     EngineStartError,
     Finished,
     FinishReason,
+    JsonFormat,
     PromptError,
     RequestFailedError,
     Sampling,
     StepListener,
+    Tools,
 )
 from scheduler.engines.simulated import read_record
 from tests.engines.contract import EngineContract, Rig, StepLog
@@ -111,6 +114,15 @@ class Listener:
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     """An engine with steps of STEP seconds, whatever they do."""
     bench = Bench(tmp_path, {"step": {"base": STEP}, "max_seqs": 4, "step_tokens": 16, "kv_tokens": 4096})
+    await bench.engine.start()
+    yield bench
+    await bench.aclose()
+
+
+@pytest.fixture
+async def free_bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    """An engine whose steps take no time."""
+    bench = Bench(tmp_path, {"step": {}, "max_seqs": 4, "kv_tokens": 4096})
     await bench.engine.start()
     yield bench
     await bench.aclose()
@@ -513,3 +525,90 @@ async def test_a_paced_request_that_leaves_before_its_first_step_harms_nobody(be
     other = await bench.open("other", max_tokens=1)
     await bench.pass_time(STEP)
     assert other.finished.completion_tokens == 1
+
+
+# --- several answers, formats and tools -----------------------------------------------------------------------------
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+    },
+}
+TOOLS = json.dumps([{"type": "function", "function": {"name": "now"}}, ADD])
+
+
+async def events_of(bench: Bench, sampling: Sampling, simulate: dict[str, Any] | None = None) -> list[EngineEvent]:
+    prompt = ChatPrompt(words(4).messages, simulate)
+    rendered = await bench.engine.render(prompt, sampling)
+    request = EngineRequest("asked", rendered, sampling, priority=0, arrival=0.0, simulate=simulate)
+    return [event async for event in bench.engine.generate(request)]
+
+
+def calls_of(events: list[EngineEvent]) -> list[tuple[str, Any]]:
+    """Name and arguments of each call, put together from its parts."""
+    calls: dict[int, list[str]] = {}
+    for event in events:
+        for part in event.tool_calls if isinstance(event, Delta) else ():
+            if part.id:
+                calls[part.index] = [part.name, ""]
+            calls[part.index][1] += part.arguments
+    return [(name, json.loads(arguments)) for name, arguments in calls.values()]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"), [("required", ("now", {})), ("named:add", ("add", {"x": 0})), ("auto", None)]
+)
+async def test_a_tool_that_must_be_called_is_called(free_bench: Bench, choice: str, expected: Any) -> None:
+    events = await events_of(free_bench, Sampling(max_tokens=50, tools=Tools(TOOLS, choice)))
+    assert calls_of(events) == ([] if expected is None else [expected])
+    assert isinstance(events[-1], Finished)
+    assert events[-1].reason is (FinishReason.LENGTH if expected is None else FinishReason.TOOL_CALLS)
+
+
+async def test_simulate_says_which_calls_and_how_they_are_cut(free_bench: Bench) -> None:
+    """FR-036: two calls, one of them cut inside a character's escape."""
+    calls = [{"name": "add", "arguments": ['{"x"', ": 1}"]}, {"name": "now", "arguments": ['{"y": "\\u', '00fc"}']}]
+    sampling = Sampling(max_tokens=50, tools=Tools(TOOLS))
+    events = await events_of(free_bench, sampling, {"text": ["Let me see."], "tool_calls": calls})
+    assert calls_of(events) == [("add", {"x": 1}), ("now", {"y": "ü"})]
+    assert "".join(event.text for event in events) == "Let me see."
+    ids = [part.id for event in events if isinstance(event, Delta) for part in event.tool_calls if part.id]
+    assert len(set(ids)) == 2
+    single = Sampling(max_tokens=50, tools=Tools(TOOLS, parallel=False))
+    assert len(calls_of(await events_of(free_bench, single, {"tool_calls": calls}))) == 1
+
+
+async def test_a_format_is_answered_with_a_document_of_it(free_bench: Bench) -> None:
+    schema = json.dumps(ADD["function"]["parameters"])  # type: ignore[index]
+    for wanted, document in ((JsonFormat(), {}), (JsonFormat(schema), {"x": 0})):
+        events = await events_of(free_bench, Sampling(max_tokens=50, format=wanted))
+        assert json.loads("".join(event.text for event in events)) == document
+        assert isinstance(events[-1], Finished)
+        assert events[-1].reason is FinishReason.STOP
+
+
+async def test_a_schema_without_a_document_is_refused_before_it_waits(free_bench: Bench) -> None:
+    with pytest.raises(PromptError, match="without an end") as refused:
+        await free_bench.engine.render(words(1), Sampling(format=JsonFormat('{"$ref": "#"}')))
+    assert refused.value.param == "response_format"
+    tools = json.dumps([{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}])
+    with pytest.raises(PromptError) as refused:
+        await free_bench.engine.render(words(1), Sampling(tools=Tools(tools, "required")))
+    assert refused.value.param == "tools"
+
+
+async def test_a_request_of_several_answers_is_one_in_the_record(free_bench: Bench) -> None:
+    await events_of(free_bench, Sampling(max_tokens=5, n=3))
+    await asyncio.sleep(0)  # the record is written when the step has been told
+    record = free_bench.record("asked")
+    assert (record["tokens"], record["outcome"]) == (15, "length")
+
+
+async def test_one_answer_that_fails_takes_the_others_along(free_bench: Bench) -> None:
+    with pytest.raises(RequestFailedError, match="after 2 tokens"):
+        await events_of(free_bench, Sampling(max_tokens=5, n=3), {"fail_at": 2})
+    await asyncio.sleep(0)
+    assert free_bench.record("asked")["outcome"] == "fail"
+    assert len(await events_of(free_bench, Sampling(max_tokens=1))) == 2

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -72,6 +73,7 @@ async def rig(model_folder: Path) -> AsyncIterator[Rig]:
 @pytest.mark.asyncio(loop_scope="class")
 class TestTransformers(EngineContract):
     name = "transformers"
+    answers_more = False
     options: ClassVar[dict[str, Any]] = {"path": "."}
     # It says that it does not resume (`EngineLimits.resumes`), so that nobody asks it to.
     test_an_answer_that_was_cut_goes_on_without_a_token_repeated_or_lost = None
@@ -84,7 +86,7 @@ class TestTransformers(EngineContract):
         """Greedy, and pushed to the one token that is `é`."""
         request = await self.request(engine, "multibyte")
         accent = engine._model._tokenizer.convert_tokens_to_ids("Ã©")  # type: ignore[attr-defined]
-        return replace(request, sampling=replace(request.sampling, logit_bias={accent: 100.0}))
+        return replace(request, sampling=msgspec.structs.replace(request.sampling, logit_bias={accent: 100.0}))
 
     # --- batches ------------------------------------------------------------------------------------------------
 
@@ -153,7 +155,7 @@ class TestTransformers(EngineContract):
     async def test_a_seed_repeats_an_answer_and_another_does_not(self, rig: Rig) -> None:
         async def answer(id: str, seed: int) -> str:
             request = await self.request(rig.engine, id)
-            sampling = replace(request.sampling, temperature=1.0, top_p=0.95, seed=seed)
+            sampling = msgspec.structs.replace(request.sampling, temperature=1.0, top_p=0.95, seed=seed)
             return (await self.transcript(rig.engine, replace(request, sampling=sampling))).text
 
         first, again, other = [await answer(f"seeded-{n}", seed) for n, seed in enumerate((7, 7, 8))]
@@ -162,7 +164,7 @@ class TestTransformers(EngineContract):
     async def test_a_frequency_penalty_ends_repetition(self, rig: Rig) -> None:
         request = await self.request(rig.engine, "penalised", max_tokens=12)
         accent = engine_token(rig.engine, "Ã©")
-        biased = replace(request.sampling, logit_bias={accent: 50.0})
+        biased = msgspec.structs.replace(request.sampling, logit_bias={accent: 50.0})
         plain = await self.transcript(rig.engine, replace(request, sampling=biased))
         penalised = await self.transcript(
             rig.engine, replace(request, id="penalised-2", sampling=replace(biased, frequency_penalty=20.0))
@@ -172,7 +174,7 @@ class TestTransformers(EngineContract):
 
     async def test_the_end_token_ends_an_answer_unless_it_is_ignored(self, rig: Rig) -> None:
         request = await self.request(rig.engine, "ending", max_tokens=5)
-        sampling = replace(request.sampling, logit_bias={2: 100.0})
+        sampling = msgspec.structs.replace(request.sampling, logit_bias={2: 100.0})
         ignored = await self.transcript(rig.engine, replace(request, sampling=sampling))
         assert ignored.finished.reason is FinishReason.LENGTH
         ended = await self.transcript(
@@ -221,7 +223,7 @@ class TestTransformers(EngineContract):
 
     async def test_more_tokens_than_there_is_room_for_are_refused(self, rig: Rig) -> None:
         request = await self.request(rig.engine, "roomless")
-        sampling = replace(request.sampling, max_tokens=request.rendered.room + 1)
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=request.rendered.room + 1)
         with pytest.raises(PromptError) as refused:
             await self.transcript(rig.engine, replace(request, sampling=sampling))
         assert refused.value.param == "max_tokens"

@@ -17,7 +17,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from scheduler.gateway import BudgetSpec, Caller, Event, Gateway, SamplingSpec, Submit, socket_path
+from scheduler.gateway import BudgetSpec, Caller, Event, Gateway, Sampling, Submit, socket_path
 from tests.faults import postgres
 from tests.journey.product import ROOT
 
@@ -124,7 +124,7 @@ async def ask(gateway: Gateway, name: str, model: str, limit: int, tokens: int =
     budget = BudgetSpec("tenant", "1", "", "tokens", "total", "UTC", limit, True)
     caller = Caller("1", "acme", "7", "vip", (), 1, "prod", (budget,))
     words = ({"role": "user", "content": "one two three"},)
-    request = Submit(name, 1, 0.0, caller, model, words, SamplingSpec(max_tokens=tokens), True)
+    request = Submit(name, 1, 0.0, caller, model, words, Sampling(max_tokens=tokens), True)
     last: Event | None = None
     async for event in gateway.submit(request):
         last = event

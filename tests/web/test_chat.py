@@ -154,7 +154,7 @@ def test_the_quick_way_to_write_a_text_chunk_equals_the_plain_one(text: str) -> 
     for include_usage in (False, True):
         chunks = sse.Chunks("chatcmpl-1", 5, 'mo"del', include_usage=include_usage)
         plain = chunks._choice(sse.ChunkChoice(delta=sse.ChunkDelta(content=text)))
-        assert chunks.text(text) == plain
+        assert chunks.text(0, text) == plain
         assert json.loads(plain.removeprefix(b"data: "))["choices"][0]["delta"]["content"] == text
 
 

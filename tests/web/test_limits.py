@@ -160,6 +160,7 @@ REFUSALS: dict[Reason, tuple[int, str, str, type[openai.APIStatusError], bool]] 
     Reason.CONTEXT_LENGTH: (400, INVALID, "context_length_exceeded", openai.BadRequestError, False),
     Reason.NEVER_FITS: (400, INVALID, "request_too_large", openai.BadRequestError, False),
     Reason.LIMIT_TOO_LARGE: (400, INVALID, "request_too_large", openai.BadRequestError, False),
+    Reason.TIER_NOT_ALLOWED: (400, INVALID, "service_tier_not_allowed", openai.BadRequestError, False),
     Reason.INVALID_PROMPT: (400, INVALID, "invalid_prompt", openai.BadRequestError, False),
     Reason.MODEL_NOT_SERVED: (404, INVALID, "model_not_found", openai.NotFoundError, False),
     Reason.LIMIT_RPM: (*RATE, True),

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from harness_web.openai.errors import InvalidRequest
+from harness_web.openai.json_schema import written_out
 from harness_web.openai.schema import MAX_DEPTH, ChatRequest, parse_chat
-from harness_web.openai.views import sampling
+from scheduler.gateway import JsonFormat
 
 USER = {"role": "user", "content": "hi"}
 
@@ -39,7 +40,7 @@ def test_every_optional_field_may_be_null_and_then_equals_absent() -> None:
 def test_empty_containers_ask_for_nothing() -> None:
     """FR-043."""
     chat = parse_chat(body(logit_bias={}, stop=[], tools=[], functions=[], modalities=[]))
-    assert sampling(chat) == sampling(parse_chat(body()))
+    assert chat.sampling() == parse_chat(body()).sampling()
 
 
 def test_unknown_fields_are_ignored_whatever_they_hold() -> None:
@@ -132,14 +133,13 @@ def test_numbers_that_are_no_numbers_are_refused(field: str, literal: str) -> No
         ("n", 0),
         ("n", True),
         ("n", 129),
-        ("n", 2),
         ("n", 5_000_000),
         ("stop", ["a"] * 5),
         ("stop", ["a"] * 500_000),
         ("stop", ""),
         ("stop", [""]),
         ("stop", "\0"),
-        ("tools", [{}] * 129),
+        ("tools", [{"type": "function", "function": {"name": "f"}}] * 129),
         ("logit_bias", {"1": 101}),
         ("logit_bias", {"-1": 1}),
         ("logit_bias", {"word": 1}),
@@ -171,19 +171,12 @@ def test_edges_of_ranges_are_inside(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),
-        ("logprobs", True),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "yaml"}),
-        ("response_format", {"type": "json_schema", "json_schema": {"name": "s", "schema": ""}}),
         ("modalities", ["text", "audio"]),
         ("web_search_options", {}),
     ],
 )
 def test_what_is_not_offered_is_refused_and_not_ignored(field: str, value: Any) -> None:
-    """FR-048 for the constraints: none of them reaches an engine."""
     error = refused(body(**{field: value}))
     assert (error.shape.status, error.shape.code, error.param) == (400, "unsupported_parameter", field)
 
@@ -254,4 +247,119 @@ def test_moderate_nesting_and_brackets_in_strings_are_no_depth() -> None:
 
 
 def test_top_p_zero_becomes_the_smallest_share() -> None:
-    assert 0 < (sampling(parse_chat(body(top_p=0))).top_p or 0) < 1e-6
+    assert 0 < (parse_chat(body(top_p=0)).sampling().top_p or 0) < 1e-6
+
+
+# --- formats and tools ------------------------------------------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+def schema_format(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, **more}}
+
+
+def tool(name: str = "f", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (None, None),
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, JsonFormat()),
+        (schema_format(None), JsonFormat()),
+        (schema_format(SCHEMA, strict=True), JsonFormat(json.dumps(SCHEMA, separators=(",", ":")))),
+    ],
+)
+def test_formats_travel_as_their_schema(wanted: Any, expected: JsonFormat | None) -> None:
+    assert parse_chat(body(response_format=wanted)).sampling().format == expected
+
+
+AT = "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "param"),
+    [
+        ({"type": "yaml"}, "response_format.type"),
+        ({}, "response_format.type"),
+        ("json", "response_format"),
+        ({"type": "json_schema"}, "response_format.json_schema"),
+        ({"type": "json_schema", "json_schema": {"schema": {}}}, "response_format.json_schema.name"),
+        ({"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}, "response_format.json_schema.name"),
+        ({"type": "json_schema", "json_schema": {"name": "a\n", "schema": {}}}, "response_format.json_schema.name"),
+        (schema_format(""), AT),
+        (schema_format({"type": "object", "properties": {"a": "oops"}}), f"{AT}.properties.a"),
+        (schema_format({"type": "date"}), f"{AT}.type"),
+        (schema_format({"type": "string", "pattern": "(["}), f"{AT}.pattern"),
+        (schema_format({"type": "string", "pattern": "(a{1,1000}){1,1000}"}), f"{AT}.pattern"),
+        (schema_format({"type": "string", "pattern": 5}), f"{AT}.pattern"),
+        (schema_format({"patternProperties": {"([": True}}), f"{AT}.pattern"),
+        (schema_format({"anyOf": []}), f"{AT}.anyOf"),
+        (schema_format({"anyOf": [{"items": 3}]}), f"{AT}.anyOf[0].items"),
+        (schema_format({"items": [{"minItems": -1}]}), f"{AT}.items[0].minItems"),
+        (schema_format({"$defs": []}), f"{AT}.$defs"),
+        (schema_format({"$ref": 1}), f"{AT}.$ref"),
+        (schema_format({"required": "a"}), f"{AT}.required"),
+        (schema_format({"enum": []}), f"{AT}.enum"),
+        (schema_format({"minimum": "1"}), f"{AT}.minimum"),
+        (schema_format({"maxLength": True}), f"{AT}.maxLength"),
+        (schema_format({"enum": ["x" * 70_000]}), AT),
+        (schema_format({"type": "object", "properties": {}}, strict=True), f"{AT}.additionalProperties"),
+        (
+            schema_format({**SCHEMA, "required": []}, strict=True),
+            f"{AT}.required",
+        ),
+    ],
+)
+def test_formats_that_are_none_are_refused_with_their_place(wanted: Any, param: str) -> None:
+    """FR-048: none of them reaches an engine."""
+    began = time.process_time()
+    error = refused(body(response_format=wanted))
+    assert (error.shape.status, error.param) == (400, param)
+    assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [tool("a b")]}, "tools[0].function.name"),
+        ({"tools": [tool("f"), tool("f")]}, "tools[1].function.name"),
+        ({"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [tool(parameters={"type": "nothing"})]}, "tools[0].function.parameters.type"),
+        ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
+        (
+            {"tools": [tool(parameters={"type": "object"}, strict=True)]},
+            "tools[0].function.parameters.additionalProperties",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": tool("g"), "tools": [tool("f")]}, "tool_choice"),
+        ({"tool_choice": "maybe", "tools": [tool("f")]}, "tool_choice"),
+        (
+            {"tool_choice": "required", "tools": [tool("f")], "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
+        ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
+    ],
+)
+def test_tools_that_are_none_are_refused_with_their_place(fields: dict[str, Any], param: str) -> None:
+    assert refused(body(**fields)).param == param
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [
+        ("", 0),
+        ("abc", 3),
+        (r"\d{4}-\d{2}", 7),
+        ("(ab{3}){2}", 8),
+        ("((a{10}){10}){10}", 1000),
+        ("a{2,}", 2),
+        ("{3}", 0),
+    ],
+)
+def test_a_pattern_is_as_long_as_its_repetitions_make_it(pattern: str, size: int) -> None:
+    assert written_out(pattern) == size

@@ -15,7 +15,7 @@ from scheduler.wire.messages import (
     AnyMessage,
     Caller,
     Hello,
-    SamplingSpec,
+    Sampling,
     Submit,
     Welcome,
 )
@@ -36,7 +36,7 @@ def frame(*messages: AnyMessage) -> bytes:
 def submit(request_id: str = "r1", model: str = "demo", text: str = "hello") -> Submit:
     caller = Caller(tenant="1", tenant_slug="acme", key="7", tier="vip")
     return Submit(
-        request_id, 1, 0.0, caller, model, ({"role": "user", "content": text},), SamplingSpec(max_tokens=8), stream=True
+        request_id, 1, 0.0, caller, model, ({"role": "user", "content": text},), Sampling(max_tokens=8), stream=True
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from scheduler.clock import ManualClock
-from scheduler.gateway import BudgetSpec, Caller, Event, Gateway, LimitSpec, SamplingSpec, Submit
+from scheduler.gateway import BudgetSpec, Caller, Event, Gateway, LimitSpec, Sampling, Submit
 from scheduler.models import Deployment
 from scheduler.wire.memory import MemoryTransport
 from scheduler.worker.runtime import Options, Runtime
@@ -50,7 +50,7 @@ class Product:
             "caller": Caller("1", "acme", key, tier, tuple(limits), version, "prod", tuple(budgets)),
             "model": "demo",
             "messages": ({"role": "user", "content": " ".join(["word"] * words)},),
-            "sampling": SamplingSpec(max_tokens=max_tokens),
+            "sampling": Sampling(max_tokens=max_tokens),
             "stream": True,
         }
         answer = Answer(Submit(**(fields | changes)))

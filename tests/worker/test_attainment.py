@@ -16,7 +16,7 @@ def ran(first: float | None, last: float | None, tokens: int, *, stream: bool = 
     one = flight()
     one.submit.stream = stream
     one.tier, one.slo, one.deadline = tier, slo, 0.5
-    one.tokens, one.first_token, one.last_token = tokens, first, last
+    one.tokens, one.made, one.first_token, one.last_token = tokens, {0: tokens}, first, last
     return one
 
 

@@ -10,7 +10,7 @@ import pytest
 from scheduler.clock import ManualClock
 from scheduler.core.types import TierSpec
 from scheduler.engines.base import Rendered
-from scheduler.gateway import Caller, SamplingSpec, Submit
+from scheduler.gateway import Caller, Sampling, Submit
 from scheduler.worker import journal
 from scheduler.worker.flight import Flight
 from scheduler.worker.journal import Journal, JournalError, Progress
@@ -65,7 +65,7 @@ def ending(number: int = 1, **changes) -> Ending:
 
 
 def flight(number: int = 1) -> Flight:
-    submit = Submit(f"req-{number}", 1, 0.0, Caller("1", "acme", "7", "vip"), "demo", (), SamplingSpec(), True)
+    submit = Submit(f"req-{number}", 1, 0.0, Caller("1", "acme", "7", "vip"), "demo", (), Sampling(), True)
     made = Flight(submit, Session(Line()), 0.0, WALL, ())
     made.tier, made.rendered = TierSpec("vip", 1), Rendered(3, 100, None)
     return made
@@ -242,7 +242,7 @@ async def test_everything_is_durable_before_anybody_is_told(settlement, spool, t
         order.append(("told", len(line.sent)))
 
     outbox = Outbox(make_durable)
-    one.advance(2, 1.0)
+    one.advance(0, 2, 1.0)
     settlement.moved(one)
     outbox.put(one.session, "delta")
     outbox.flush()
@@ -328,7 +328,7 @@ async def test_a_journal_that_cannot_be_written_is_made_up_for_by_the_next_appen
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    one.advance(2, 1.0)
+    one.advance(0, 2, 1.0)
     settlement.moved(one)
     settlement.commit()
     assert not settlement.available

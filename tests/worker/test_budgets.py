@@ -17,7 +17,7 @@ from django.utils import timezone
 from scheduler.clock import ManualClock
 from scheduler.core.budgets import Account, AccountKey
 from scheduler.dead_letters import pack, unpack
-from scheduler.gateway import BudgetSpec, Caller, SamplingSpec, Submit
+from scheduler.gateway import BudgetSpec, Caller, Sampling, Submit
 from scheduler.models import Deployment, SchedulerProcess
 from scheduler.wire.messages import Done, Refused
 from scheduler.worker import leases, ledger
@@ -582,5 +582,5 @@ async def test_fr_010_a_ledger_that_is_slow_keeps_no_place(start, monkeypatch) -
 
 def test_a_dead_letter_that_is_retried_is_paid_by_the_same_budgets() -> None:
     caller = Caller("1", "acme", "7", "vip", (), 3, "prod", (budget(5, alerts=(0.5,)),))
-    submit = Submit("req-1", 1, 0.0, caller, "demo", ({"role": "user", "content": "hi"},), SamplingSpec(), True)
+    submit = Submit("req-1", 1, 0.0, caller, "demo", ({"role": "user", "content": "hi"},), Sampling(), True)
     assert unpack(pack(submit), "req-1") == submit

@@ -10,7 +10,7 @@ from asgiref.sync import sync_to_async
 from django.db import OperationalError
 
 from scheduler import dead_letters
-from scheduler.gateway import Caller, SamplingSpec, Submit
+from scheduler.gateway import Caller, Sampling, Submit
 from scheduler.models import DeadLetter
 from tenants.models import UsageRecord
 
@@ -91,7 +91,7 @@ async def test_a_request_that_cannot_go_on_is_a_letter_too(start):
 async def test_a_retry_runs_the_same_request_and_keeps_its_answer_instead_of_the_prompt(start):
     async with start() as product:
         await product.ready()
-        sampling = SamplingSpec(max_tokens=6, stop=("w4",), logit_bias={7: 1.5})
+        sampling = Sampling(max_tokens=6, stop=("w4",), logit_bias={7: 1.5})
         died = await died_waiting(product, words=5, sampling=sampling, limits=(limit("rpm", 100),))
         row = await letter(product)
         submission = dead_letters.unpack(row.payload, "again")
@@ -144,7 +144,7 @@ async def test_a_letter_whose_retry_the_process_did_not_survive_is_open_again(st
 
 async def test_a_letter_of_before_budgets_can_be_read():
     caller, said = Caller("1", "acme", "7", "vip"), ({"role": "user", "content": "x"},)
-    submit = Submit("a", 1, 0.0, caller, "demo", said, SamplingSpec(), stream=False)
+    submit = Submit("a", 1, 0.0, caller, "demo", said, Sampling(), stream=False)
     document = json.loads(dead_letters.pack(submit))
     del document["caller"]["budgets"]
     assert dead_letters.unpack(json.dumps(document), "b") == msgspec.structs.replace(submit, id="b")

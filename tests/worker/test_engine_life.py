@@ -11,7 +11,7 @@ from scheduler import config
 from scheduler.core.types import StepReport
 from scheduler.engines import create_engine
 from scheduler.engines.base import Terms
-from scheduler.gateway import Done, SamplingSpec
+from scheduler.gateway import Done, Sampling
 from scheduler.models import Deployment, DeploymentStatus
 from tenants.models import Tier, UsageRecord
 
@@ -28,7 +28,7 @@ async def test_what_ran_in_an_engine_that_dies_goes_on_in_the_next_one(start):
     async with start() as product:
         await product.ready()
         bystander = product.submit(max_tokens=400)
-        seeded = product.submit(max_tokens=400, sampling=SamplingSpec(max_tokens=400, seed=1))
+        seeded = product.submit(max_tokens=400, sampling=Sampling(max_tokens=400, seed=1))
         await product.until(lambda: len(bystander.events) > 1 and len(seeded.events) > 1)
         crash = product.submit(max_tokens=50, simulate={"crash_at": 3})
         await product.until(lambda: crash.done() and seeded.done())

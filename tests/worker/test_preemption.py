@@ -10,7 +10,7 @@ from asgiref.sync import sync_to_async
 from scheduler import config
 from scheduler.core.types import Preempt, Reason
 from scheduler.engines.simulated import read_record
-from scheduler.gateway import Done, Failed, SamplingSpec
+from scheduler.gateway import Done, Failed, Sampling
 from scheduler.models import Deployment
 from scheduler.worker.flight import Phase
 from scheduler.worker.runs import is_resumable
@@ -227,11 +227,11 @@ async def test_the_books_are_exact_whenever_the_process_is_killed(start):
     ("changes", "resumable"),
     [
         ({}, True),
-        ({"sampling": SamplingSpec(max_tokens=4, temperature=0.7, top_p=0.9, logit_bias={5: 1.0})}, True),
-        ({"sampling": SamplingSpec(seed=1)}, False),
-        ({"sampling": SamplingSpec(presence_penalty=0.1)}, False),
-        ({"sampling": SamplingSpec(frequency_penalty=0.1)}, False),
-        ({"sampling": SamplingSpec(stop=("\n",))}, False),
+        ({"sampling": Sampling(max_tokens=4, temperature=0.7, top_p=0.9, logit_bias={5: 1.0})}, True),
+        ({"sampling": Sampling(seed=1)}, False),
+        ({"sampling": Sampling(presence_penalty=0.1)}, False),
+        ({"sampling": Sampling(frequency_penalty=0.1)}, False),
+        ({"sampling": Sampling(stop=("\n",))}, False),
         ({"simulate": {"tokens": 4}}, True),
         ({"simulate": {"crash_at": 4}}, False),
     ],

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from django.conf import settings
 
-from scheduler.gateway import Caller, Delta, Done, Gateway, SamplingSpec, Submit, socket_path
+from scheduler.gateway import Caller, Delta, Done, Gateway, Sampling, Submit, socket_path
 
 SETUP = """
 from tenants.models import Tier
@@ -78,7 +78,7 @@ def request(name: str, max_tokens: int) -> Submit:
         Caller("1", "acme", "7", "vip", key_name="prod"),
         "demo",
         ({"role": "user", "content": "one two three"},),
-        SamplingSpec(max_tokens=max_tokens),
+        Sampling(max_tokens=max_tokens),
         True,
     )
 

@@ -112,7 +112,8 @@ class Article(Policy):
     def candidates(self, now: float) -> Iterator[Offer]:
         batch, rank = self._batch, self._turn()
         head = self._head(rank if batch is None else batch.rank)
-        if len(self.books.batcher) >= self._most():
+        size = 1 if head is None else head.sequences
+        if len(self.books.batcher) and self.books.batcher.sequences + size > self._most():
             if head is not None:
                 yield Blocked(head, Reason.SLOTS_FULL)
         elif head is not None and (batch is None or self._holds(batch, head, now)):

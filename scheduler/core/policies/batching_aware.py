@@ -293,7 +293,9 @@ class BatchingAware(Policy):
             return
         request, tier = flight.request, self.books.tier(flight.request)
         in_time = (flight.first_token if request.stream else now) <= request.deadline
-        tokens = max(flight.tokens, outcome.completion_tokens)  # the last ones may not have been reported one by one
+        tokens = max(
+            flight.tokens, request.per_sequence(outcome.completion_tokens)
+        )  # the last ones may not have been reported one by one
         paced = not request.stream or now - flight.first_token <= max(tokens - 1, 0) * tier.tpot
         self._controller.completed(Completion(now, tier.name, in_time and paced, missed_pace=not paced))
 
@@ -372,7 +374,7 @@ class BatchingAware(Policy):
 
     def _urgent_from(self, head: Request, tier: TierSpec) -> float:
         """The instant from which on a head is urgent: at once in the best rank while the last slot is contended."""
-        if tier.rank == self._best and len(self.books.batcher) >= self._cap() - 1:
+        if tier.rank == self._best and self.books.batcher.sequences >= self._cap() - 1:
             return head.arrival
         window = max(2 * self.books.step_time(), URGENT_SHARE * tier.deadline(0.0, True, 0, None))
         return self.latest_start(head) - window
@@ -423,11 +425,12 @@ class BatchingAware(Policy):
     def _room(self, request: Request, tier: TierSpec, reason: Reason) -> Reason | None:
         """Slots and memory, with what is kept for better ranks and for growth."""
         batcher = self.books.batcher
-        if tier.rank != self._best and len(batcher) >= self._cap():
+        most = self._cap()
+        if tier.rank != self._best and len(batcher) and batcher.sequences + request.sequences > most:
             return Reason.SLOTS_FULL
         return (
             batcher.blocked(request)
-            or batcher.reserved_against(tier, self._better[tier.name])
+            or batcher.reserved_against(request, self._better[tier.name])
             or batcher.forecast(request, self._headroom(tier, reason in DUE), self._cautious)
         )
 

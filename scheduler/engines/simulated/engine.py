@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from scheduler.clock import Clock
 from scheduler.core.types import StepReport
 from scheduler.engines.base import (
@@ -25,7 +27,6 @@ from scheduler.engines.base import (
     EngineRequest,
     EngineStartError,
     Finished,
-    FinishReason,
     PromptError,
     PromptTooLongError,
     Rendered,
@@ -34,6 +35,7 @@ from scheduler.engines.base import (
     StepListener,
     compact,
 )
+from scheduler.engines.logprobs import LogprobTail
 from scheduler.engines.simulated.machine import End, Machine, Sequence, StepResult
 from scheduler.engines.simulated.options import Options, parse_options
 from scheduler.engines.simulated.record import Record, record_path
@@ -43,6 +45,7 @@ from scheduler.engines.simulated.script import (
     Teller,
     Usage,
     compose,
+    likely,
     parse_simulate,
     token_ids,
 )
@@ -55,21 +58,21 @@ _FATAL: dict[End, tuple[str, Exception | None]] = {
     End.CRASH: ("The engine crashed, as a request had asked.", None),
     End.OOM: ("The engine ran out of memory, as a request had asked.", MemoryError("out of KV memory")),
 }
-_FINISH = {End.STOP: FinishReason.STOP, End.LENGTH: FinishReason.LENGTH}
 
 
 class _Stream:
     """One open `generate` call. `put` ends it with an error or, after an abort, with None.
 
-    `leaving`: aborted while a step runs, its place is free when that ends; `gone` is set then.
+    `answers`: those that have not ended, by their sequence in the machine. `leaving`: aborted while a step runs, its
+    places are free when that ends; `gone` is set then.
     """
 
-    def __init__(self, rendered: Rendered, answer: Answer, produced: int, usage: Usage) -> None:
-        self.teller = Teller(answer, produced)
+    def __init__(self, request_id: str) -> None:
+        self.id = request_id
+        self.answers: dict[str, _Answer] = {}
+        self.started = False
         self.leaving = False
         self.gone = asyncio.Event()
-        self._prompt_tokens = rendered.prompt_tokens
-        self._usage = usage
         # Bounded by max_tokens, which bounds what one request can ever put into it.
         self._events: asyncio.Queue[EngineEvent | EngineError | None] = asyncio.Queue()
         self.put = self._events.put_nowait
@@ -80,21 +83,48 @@ class _Stream:
         while not self._events.empty() and (event := self._events.get_nowait()) is not None:
             yield event
 
-    def token(self) -> None:
-        token = self.teller.tokens % VOCABULARY  # tokens are numbered words
-        text = self.teller.next()
-        self.put(Delta(text, self.teller.tokens, (token,), self._usage.cached_tokens or 0))
 
-    def finish(self, reason: FinishReason) -> None:
+class _Answer:
+    """One answer of a stream."""
+
+    def __init__(self, stream: _Stream, index: int, request: EngineRequest, answer: Answer, usage: Usage) -> None:
+        self.stream = stream
+        self._index = index
+        self._answer = answer
+        self._teller = Teller(answer, len(request.produced))
+        self._alternatives = request.sampling.logprobs
+        self._logprobs = LogprobTail(bool(request.sampling.stop))
+        self._prompt_tokens = request.rendered.prompt_tokens
+        self._usage = usage
+
+    def token(self) -> None:
+        number = self._teller.tokens
+        text, call = self._teller.next(), self._answer.call(number)
+        made = self._answer.text(number)
+        chosen = [] if self._alternatives is None or call else [likely(made, self._alternatives)]
+        delta = Delta(
+            text,
+            self._teller.tokens,
+            (number % VOCABULARY,),  # tokens are numbered words
+            self._usage.cached_tokens or 0,
+            self._index,
+            self._logprobs.told(chosen, text),
+            () if call is None else (call,),
+        )
+        self.stream.put(delta)
+
+    def finish(self) -> None:
         """The end, with the numbers that the request wants misreported, if any."""
-        usage = self._usage
-        self.put(
+        usage, rest = self._usage, self._teller.rest()
+        self.stream.put(
             Finished(
-                reason,
+                self._answer.reason,
                 self._prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens,
-                self.teller.tokens if usage.completion_tokens is None else usage.completion_tokens,
+                self._teller.tokens if usage.completion_tokens is None else usage.completion_tokens,
                 usage.cached_tokens or 0,
-                self.teller.rest(),
+                rest,
+                self._index,
+                self._logprobs.rest(rest),
             )
         )
 
@@ -115,6 +145,7 @@ class SimulatedEngine:
         self._epoch = epoch
         self._record: Record | None = None
         self._streams: dict[str, _Stream] = {}
+        self._answers: dict[str, _Answer] = {}  # of all streams, by sequence
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._dead: str | None = "The engine has not been started."
@@ -139,9 +170,10 @@ class SimulatedEngine:
         return EngineLimits(self._capacity, VOCABULARY, resumes=True)
 
     async def render(self, prompt: ChatPrompt, sampling: Sampling) -> Rendered:
-        parse_simulate(prompt.simulate)
+        simulate = parse_simulate(prompt.simulate)
         if any(not 0 <= token < VOCABULARY for token in sampling.logit_bias):
             raise PromptError(f"Token ids of this model are below {VOCABULARY}.", param="logit_bias")
+        compose(msgspec.structs.replace(sampling, max_tokens=1), simulate)  # refuses what describes nothing
         large = sum(len(str(message.get("content"))) for message in prompt.messages) > LARGE_PROMPT
         tokens = await asyncio.to_thread(token_ids, prompt) if large else token_ids(prompt)
         room = self._capacity.max_model_len - max(len(tokens), 1)
@@ -153,7 +185,7 @@ class SimulatedEngine:
         last = self._streams.get(request.id)
         if last is not None and last.leaving:
             await last.gone.wait()
-        stream = self._admit(request)
+        stream, left = self._admit(request), request.sampling.n
         over = False
         try:
             while not over:
@@ -164,7 +196,8 @@ class SimulatedEngine:
                     over = True
                     raise event
                 else:
-                    over = isinstance(event, Finished)
+                    left -= isinstance(event, Finished)
+                    over = not left
                     yield event
         except asyncio.CancelledError:
             over = True
@@ -194,49 +227,61 @@ class SimulatedEngine:
     # --- requests in and out ------------------------------------------------------------------------------------
 
     def _admit(self, request: EngineRequest) -> _Stream:
-        """Check the request and queue it in the machine."""
+        """Check the request and queue its answers in the machine."""
         if self._dead is not None:
             raise EngineDeadError(self._dead)
         simulate = parse_simulate(request.simulate)
         if request.sampling.max_tokens is None or not 1 <= request.sampling.max_tokens <= request.rendered.room:
             raise PromptError(f"max_tokens must be 1 to {request.rendered.room}.", param="max_tokens")
-        answer, produced = compose(request.sampling, simulate), len(request.produced)
-        sequence = Sequence(
-            id=request.id,
-            # An empty prompt still takes one step to read.
-            prompt_tokens=max(request.rendered.prompt_tokens + produced, 1),
-            target=max(answer.tokens - produced, 0),
-            end=answer.end,
-            priority=request.priority,
-            arrival=request.arrival,
-            pace=simulate.pace,
-        )
-        try:
-            self._machine.add(sequence)
-        except ValueError as error:
-            raise RequestFailedError(str(error)) from error
-        stream = self._streams[request.id] = _Stream(request.rendered, answer, produced, simulate.usage)
+        if request.id in self._streams:
+            raise RequestFailedError(f"A request with the id {request.id} runs already.")
+        stream, produced = _Stream(request.id), len(request.produced)
+        for index in range(request.sampling.n):
+            answer = compose(request.sampling, simulate, f"{request.id}/{index}")
+            sequence = Sequence(
+                id=f"{request.id}/{index}",
+                # An empty prompt still takes one step to read.
+                prompt_tokens=max(request.rendered.prompt_tokens + produced, 1),
+                target=max(answer.tokens - produced, 0),
+                end=answer.end,
+                priority=request.priority,
+                arrival=request.arrival,
+                pace=simulate.pace,
+            )
+            try:
+                self._machine.add(sequence)
+            except ValueError as error:
+                raise RequestFailedError(str(error)) from error
+            stream.answers[sequence.id] = _Answer(stream, index, request, answer, simulate.usage)
+        self._streams[request.id] = stream
+        self._answers |= stream.answers
         self._log.received(request.id, self._now(), self._machine.number, produced)
         self._work.set()
         return stream
 
     def _abort(self, request_id: str) -> None:
-        """Slot and blocks are free, and the stream ends, when the running step ends; at once if none runs."""
+        """Slots and blocks are free, and the stream ends, when the running step ends; at once if none runs."""
         stream = self._streams.get(request_id)
         if stream is None or stream.leaving:
             return
         stream.leaving = True
         self._log.aborted(request_id, self._now(), self._machine.number)
-        if self._machine.abort(request_id) is not None:
-            self._close_aborted(request_id)
-            self._log.flush()
+        for sequence_id in list(stream.answers):
+            if self._machine.abort(sequence_id) is not None:
+                self._leave(sequence_id)
+        self._log.flush()
         self._work.set()
 
-    def _close_aborted(self, request_id: str) -> None:
-        stream = self._streams.pop(request_id)
+    def _leave(self, sequence_id: str) -> None:
+        """An aborted answer is out of the machine; with the last one the stream ends."""
+        stream = self._answers.pop(sequence_id).stream
+        del stream.answers[sequence_id]
+        if stream.answers or self._streams.get(stream.id) is not stream:
+            return
+        del self._streams[stream.id]
         stream.put(None)
         stream.gone.set()
-        self._log.ended(request_id, self._now(), self._machine.number, "aborted")
+        self._log.ended(stream.id, self._now(), self._machine.number, "aborted")
 
     # --- the step loop ------------------------------------------------------------------------------------------
 
@@ -284,18 +329,26 @@ class SimulatedEngine:
         result = self._machine.finish(now)
         for sequence in result.started:
             assert sequence.started_at is not None
-            self._log.started(sequence.id, sequence.started_at + self._epoch, result.number)
-        for sequence in producers:
-            self._streams[sequence.id].token()
-        self._log.made((sequence.id for sequence in producers), now + self._epoch, result.number)
+            self._started(self._answers[sequence.id].stream, sequence.started_at, result.number)
+        answers = [self._answers[sequence.id] for sequence in producers]
+        for answer in answers:
+            answer.token()
+        self._log.made((answer.stream.id for answer in answers), now + self._epoch, result.number)
         for sequence in result.freed:
-            self._close_aborted(sequence.id)
+            if sequence.id in self._answers:  # else its request has failed with another answer
+                self._leave(sequence.id)
         for sequence in result.ended:
             self._end(sequence)
         # When whoever reads the streams has taken the step's tokens: of a process that is killed, the record has what
         # was delivered.
         asyncio.get_running_loop().call_soon(self._log.flush)
         self._on_step(self._report(result, now, elapsed))
+
+    def _started(self, stream: _Stream, at: float, step: int) -> None:
+        """One of its answers has a slot."""
+        if not stream.started:
+            stream.started = True
+            self._log.started(stream.id, at + self._epoch, step)
 
     def _report(self, result: StepResult, now: float, elapsed: float) -> StepReport:
         return StepReport(
@@ -313,18 +366,29 @@ class SimulatedEngine:
     # --- ends ---------------------------------------------------------------------------------------------------
 
     def _end(self, sequence: Sequence) -> None:
-        """It has reached its target: answer its stream, or take the whole engine down with it."""
-        if sequence.id not in self._streams:  # the engine died of another one in this step
+        """It has reached its target: tell its stream, or take the whole engine down with it."""
+        answer = self._answers.get(sequence.id)
+        if answer is None:  # the engine or its request died of another one in this step
             return
         if sequence.end in _FATAL:
             self._die(*_FATAL[sequence.end])
             return
-        stream = self._streams.pop(sequence.id)
+        stream = answer.stream
+        del stream.answers[sequence.id], self._answers[sequence.id]
         if sequence.end is End.FAIL:
-            stream.put(RequestFailedError(f"The request failed after {sequence.made} tokens, as it had asked."))
+            self._fail(stream, f"The request failed after {sequence.made} tokens, as it had asked.")
         else:
-            stream.finish(_FINISH[sequence.end])
-        self._log.ended(sequence.id, self._now(), self._machine.number, sequence.end.value)
+            answer.finish()
+        if not stream.answers:
+            del self._streams[stream.id]
+            self._log.ended(stream.id, self._now(), self._machine.number, sequence.end.value)
+
+    def _fail(self, stream: _Stream, message: str) -> None:
+        """The whole request fails with one of its answers."""
+        stream.put(RequestFailedError(message))
+        for sequence_id in list(stream.answers):
+            self._machine.abort(sequence_id)
+            del stream.answers[sequence_id], self._answers[sequence_id]
 
     def _die(self, message: str, cause: Exception | None = None) -> None:
         """Every stream ends with EngineDeadError, and so does every later call. The first cause stays."""
@@ -336,6 +400,7 @@ class SimulatedEngine:
             stream.gone.set()
             self._log.ended(request_id, self._now(), self._machine.number, "engine_dead")
         self._streams.clear()
+        self._answers.clear()
 
     # --- small things ---------------------------------------------------------------------------------------------
 

@@ -70,3 +70,12 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
         raise PromptError("top_p must be above 0 and at most 1.", param="top_p")
     if "" in sampling.stop:
         raise PromptError("A stop string must not be empty.", param="stop")
+    wishes = {
+        "n": sampling.n > 1,
+        "logprobs": sampling.logprobs is not None,
+        "response_format": sampling.format is not None,
+        "tools": sampling.tools is not None,
+    }
+    for param, wished in wishes.items():
+        if wished:
+            raise PromptError(f"The engine of this model does not know {param!r}.", param=param)

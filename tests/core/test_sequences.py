@@ -1,0 +1,114 @@
+"""Requests of several answers: each takes a slot and memory of its own, and all of them are one in the books."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.core.batcher import Batcher
+from scheduler.core.kv_forecast import Forecast
+from scheduler.core.service import Service
+from scheduler.core.types import Lane, PoolCapacity, Reason, Request, TierSpec
+from tests.core.cast import CAPACITY, dispatched, planner, request
+from tests.laws import laws
+
+ROOMY = PoolCapacity(max_seqs=64, step_tokens=64, kv_tokens=6400, block_size=16, max_model_len=256)
+flights = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 12)), max_size=8)
+
+
+def several(id: str, many: int, **changes: object) -> Request:
+    return request(id, sequences=many, **changes)
+
+
+def test_the_prompt_is_charged_once_and_every_answer_in_full() -> None:
+    one = several("a", 3, prompt_tokens=10, max_tokens=20)
+    assert (one.worst_case_tokens, one.longest_context) == (70, 30)
+    assert [one.per_sequence(tokens) for tokens in (0, 1, 3, 4)] == [0, 1, 1, 2]
+
+
+@laws(60)
+@given(flights, st.integers(0, 200), st.integers(1, 12), st.integers(1, 5))
+def test_several_more_peak_as_if_they_were_added_one_by_one(
+    running: list[tuple[int, int]], remaining: int, blocks: int, count: int
+) -> None:
+    """The peak with `count` more of a kind is the peak of all of them, and `fits` says exactly that."""
+    whole = Forecast([*running, *[(remaining, blocks)] * count], 16).peak
+    forecast = Forecast(running, 16)
+    assert forecast.peak_with(remaining, blocks, count) == whole
+    assert forecast.fits(remaining, blocks, whole, count)
+    assert not forecast.fits(remaining, blocks, whole - 1, count)
+
+
+@laws(60)
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=6))
+def test_the_books_of_answers_are_those_of_as_many_requests(shapes: list[tuple[int, int, int]]) -> None:
+    """Slots, blocks, contexts and the forecast are the same as if each answer were a request; in the end all are 0."""
+    together, apart = Batcher(ROOMY, None), Batcher(ROOMY, None)
+    for number, (many, prompt, made) in enumerate(shapes):
+        together.enter(several(f"{number}", many, prompt_tokens=prompt, max_tokens=80), 0.0)
+        together.progress(f"{number}", many * made, 1.0)
+        for index in range(many):
+            apart.enter(request(f"{number}/{index}", prompt_tokens=prompt, max_tokens=80), 0.0)
+            apart.progress(f"{number}/{index}", made, 1.0)
+    for name in ("sequences", "decoding", "blocks", "context"):
+        assert getattr(together, name) == getattr(apart, name)
+    longest = lambda one, produced: one.max_tokens  # noqa: E731
+    assert together.peak_share(longest) == apart.peak_share(longest)
+    for number, (many, _, _) in enumerate(shapes):
+        assert together.count("silver") >= many
+        together.leave(f"{number}")
+    assert (together.sequences, together.decoding, together.blocks, together.context) == (0, 0, 0, 0)
+    assert together.count("silver") == 0
+
+
+def test_what_needs_more_than_the_engine_has_never_fits() -> None:
+    batcher = Batcher(CAPACITY, None)  # 2 slots, 20 blocks
+    assert batcher.never_fits(several("a", 2)) is None
+    assert batcher.never_fits(several("a", 3)) is Reason.NEVER_FITS
+    assert batcher.never_fits(several("a", 2, prompt_tokens=150, max_tokens=20)) is Reason.NEVER_FITS
+    assert batcher.never_fits(several("a", 2, prompt_tokens=250, max_tokens=20)) is Reason.CONTEXT_LENGTH
+
+
+def test_answers_wait_for_as_many_free_slots() -> None:
+    batcher = Batcher(ROOMY, 4)
+    batcher.enter(several("a", 2), 0.0)
+    assert batcher.blocked(several("b", 2)) is None
+    assert batcher.blocked(several("b", 3)) is Reason.SLOTS_FULL
+    batcher.leave("a")
+    assert batcher.blocked(several("b", 5)) is None, "above the operator's cap it may run alone"
+
+
+def test_answers_that_never_fit_beside_reserved_slots_run_alone() -> None:
+    batcher = Batcher(ROOMY, 4)
+    better = [TierSpec("gold", 1, reserved_slots=0.5)]
+    assert batcher.reserved_against(several("a", 2), better) is None
+    assert batcher.reserved_against(several("a", 3), better) is None
+    batcher.enter(request("b"), 0.0)
+    assert batcher.reserved_against(request("c"), better) is None
+    assert batcher.reserved_against(several("c", 2), better) is Reason.SLOTS_RESERVED
+    assert batcher.reserved_against(several("c", 3), better) is Reason.SLOTS_RESERVED
+
+
+@pytest.mark.parametrize("policy", ["continuous", "batching_aware", "article"])
+def test_a_request_of_several_answers_is_dispatched_whole_when_there_is_room(policy: str) -> None:
+    pool = planner(policy, ROOMY, max_batch=4)
+    assert pool.arrive(several("a", 3, lane=Lane.SHORT), 0.0) is None
+    assert dispatched(pool.decide(5.0)) == ["a"]
+    assert pool.arrive(several("b", 2, arrival=5.0), 5.0) is None
+    assert dispatched(pool.decide(6.0)) == []
+    snapshot = pool.snapshot(6.0)
+    assert (snapshot.in_flight, snapshot.tiers["silver"].running, snapshot.tiers["silver"].waiting) == (3, 3, 1)
+
+
+def test_every_answer_is_charged_its_part_of_a_step() -> None:
+    """Of four decoders three are one request's: it is charged three quarters of the step."""
+    service = Service({"silver": (0.0, 1.0)})
+    for one in (several("a", 3, prompt_tokens=0), request("b", prompt_tokens=0, tenant="t2")):
+        service.arrived(one.tier, one.tenant)
+        service.left_queue(one.tier, one.tenant)
+        service.dispatched(one, 0.0)
+        service.started(one.id, 10)
+    service.step(1.0, 0, (0.01, 0.0, 0.0, 0.001, 1e-5))
+    assert service.charged("a") == pytest.approx(0.75)
+    assert service.ended("a") + service.ended("b") == pytest.approx(1.0)
