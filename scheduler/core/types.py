@@ -173,6 +173,7 @@ class Request:
     resumable: bool = False  # it may be taken out of the engine and continued later
     evictions: int = 0  # how often that has happened; a request that was is not refused any more
     prompt_bytes: int = 0  # of memory that its prompt takes while it waits
+    sequences: int = 1  # answers to its prompt, each with a slot and memory of its own, and with up to `max_tokens`
 
     @property
     def worst_case_tokens(self) -> int:
@@ -183,16 +184,15 @@ class Request:
     def longest_context(self) -> int:
         """Tokens of context of an answer that is as long as it may be."""
         return self.prompt_tokens + self.max_tokens
-    sequences: int = 1  # answers to its prompt, each with a slot and memory of its own, and with up to `max_tokens`
+
+    def per_sequence(self, tokens: int) -> int:
+        """The part of one answer in what all of them have produced, rounded up."""
+        return -(-tokens // self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
     """One limit of a tenant or key, as it applies to a request. Mirrors `scheduler.wire.messages.LimitSpec`."""
-
-    def per_sequence(self, tokens: int) -> int:
-        """The part of one answer in what all of them have produced, rounded up."""
-        return -(-tokens // self.sequences)
 
     scope: str  # tenant | key
     owner: str
