@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from scheduler.worker.flight import Flight
     from scheduler.worker.settlement import Settlement
     from scheduler.worker.spool import Ending, Intent
+    from tenants.pricing import TokenPrice
 
 TARGET = 2_000  # requests a second
 ROUNDS = 3
@@ -109,7 +110,7 @@ def measure(folder: Path) -> Round:
     return measured
 
 
-async def _measure(folder: Path, price: int, *, power_loss: bool) -> Round:
+async def _measure(folder: Path, price: TokenPrice, *, power_loss: bool) -> Round:
     from scheduler.clock import RealClock
     from scheduler.worker.journal import Journal
     from scheduler.worker.ledger import Ledger
@@ -149,7 +150,7 @@ async def _measure(folder: Path, price: int, *, power_loss: bool) -> Round:
 
 def _progress(settlement: Settlement, flights: Sequence[Flight]) -> float:
     """Seconds of a commit of progress alone, as most steps are."""
-    settlement.begin([(one, _intent(one, 0)) for one in flights])
+    settlement.begin([(one, _intent(one, None)) for one in flights])
     began = time.perf_counter()
     for step in range(1, STEPS + 1):
         _move(settlement, flights, step)
@@ -171,9 +172,10 @@ def _check(rows: int) -> None:
     assert BudgetAccount.objects.filter(spent__gt=0).count() == 2 * TENANTS
 
 
-def _price_and_budgets() -> int:
-    """Prices and budgets as they are in use; the price's id."""
+def _price_and_budgets() -> TokenPrice:
+    """A price and budgets as they are in use."""
     from tenants.models import BudgetAccount, Price
+    from tenants.pricing import TokenPrice
 
     now = datetime.now(UTC)
     for number in range(TENANTS):
@@ -185,7 +187,7 @@ def _price_and_budgets() -> int:
         "cached_input_per_mtok": Decimal("0.05"),
         "output_per_mtok": Decimal("0.6"),
     }
-    return Price.objects.create(model="demo", effective_from=now, **rates).pk
+    return TokenPrice.of(Price.objects.create(model="demo", effective_from=now, **rates))
 
 
 def _flight(number: int) -> Flight:
@@ -209,7 +211,7 @@ class _Nobody:
         return True
 
 
-def _intent(flight: Flight, price: int) -> Intent:
+def _intent(flight: Flight, price: TokenPrice | None) -> Intent:
     from scheduler.worker.spool import Intent
 
     caller = flight.submit.caller
@@ -230,13 +232,13 @@ def _intent(flight: Flight, price: int) -> Intent:
         dispatched_at=flight.arrived_at,
         batch_id="demo-1.1-7",
         policy_version=3,
-        price=price or None,
+        price=price,
         limits=(),
         epoch=1,
     )
 
 
-def _ending(flight: Flight, price: int) -> Ending:
+def _ending(flight: Flight, price: TokenPrice) -> Ending:
     from scheduler.worker.spool import Ending
 
     return Ending(

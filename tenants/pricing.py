@@ -85,6 +85,6 @@ def _whose(price: Price) -> tuple[str, str]:
     return EVERYBODY if price.tier is None else ("tier", price.tier.name)
 
 
-def charge(price: Price, prompt: int, cached: int, completion: int) -> Decimal:
+def charge(price: TokenPrice, prompt: int, cached: int, completion: int) -> Decimal:
     """`TokenPrice.charge` as an amount of the currency."""
-    return Decimal(TokenPrice.of(price).charge(prompt, cached, completion)).scaleb(-DECIMALS)
+    return Decimal(price.charge(prompt, cached, completion)).scaleb(-DECIMALS)

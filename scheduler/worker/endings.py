@@ -164,7 +164,7 @@ class Endings:
             dispatched_at=flight.unix(flight.dispatched),
             batch_id=dispatch.batch_id,
             policy_version=flight.policy_version,
-            price=None if flight.price is None else flight.price.id,
+            price=flight.price,
             limits=tuple(LimitCharge(one.scope, one.owner, one.model, one.kind, one.value) for one in flight.limits),
             project=flight.submit.project,
             leased=flight.leased,

@@ -171,7 +171,8 @@ class Flight:
     def progress(self) -> Progress:
         first = self.first_token if self.first_token is not None else self.dispatched
         last = self.last_token if self.last_token is not None else first
-        return Progress(self.tokens, first - self.dispatched, last - self.dispatched)
+        seconds = self.engine_seconds if self.pool is None else self.pool.engine_seconds(self)
+        return Progress(self.tokens, first - self.dispatched, last - self.dispatched, seconds)
 
     def unix(self, instant: float) -> float:
         """A monotonic instant as Unix time, relative to the arrival: a stepped wall clock never reorders a request."""

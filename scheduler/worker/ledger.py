@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 
@@ -13,6 +13,7 @@ from tenants.budgets import Charged
 from tenants.database import DatabaseAway, DatabaseThread
 from tenants.ledger import LedgerError, Recorded, UsageRow, record_usage
 from tenants.models import Price
+from tenants.pricing import TokenPrice
 
 
 class Ledger:
@@ -45,29 +46,37 @@ class Ledger:
 
 def _store(process: str, endings: Sequence[Ending]) -> tuple[list[int], Charged]:
     """Write all; when the ledger does not take one of them, each for itself. Answers the positions not taken."""
-    prices = Price.objects.in_bulk({ending.intent.price for ending in endings if ending.intent.price is not None})
-    rows = [usage_row(ending, prices) for ending in endings]
     leased = {(one.intent.request_id, one.intent.attempt): one.intent.leased for one in endings if one.intent.leased}
 
-    def record(some: Sequence[UsageRow]) -> Recorded:
-        return record_usage(some, process=process, leased=leased)
+    def record(some: Sequence[Ending]) -> Recorded:
+        return record_usage(usage_rows(some), process=process, leased=leased)
 
     try:
-        return [], record(rows).charged
+        return [], record(endings).charged
     except LedgerError:
         charged, refused = Charged(), []
-        for position, row in enumerate(rows):
+        for position, ending in enumerate(endings):
             try:
-                charged.add(record([row]).charged)
+                charged.add(record([ending]).charged)
             except LedgerError:
                 refused.append(position)
         return refused, charged
 
 
-def usage_row(ending: Ending, prices: Mapping[int, Price]) -> UsageRow:
-    """The ledger's row of an ending. The price is the one that was in force when the request was dispatched."""
+def usage_rows(endings: Sequence[Ending]) -> list[UsageRow]:
+    """The ledger's rows of endings, each at the price that it was reserved at.
+
+    A price that has been removed meanwhile is charged all the same; the row cannot name it any more.
+    """
+    reserved = {ending.intent.price.id for ending in endings if ending.intent.price is not None}
+    named = set(Price.objects.filter(pk__in=reserved).values_list("pk", flat=True))
+    return [_usage_row(ending, named) for ending in endings]
+
+
+def _usage_row(ending: Ending, prices: Collection[int]) -> UsageRow:
+    """`prices`: the ids of those that are still there."""
     intent = ending.intent
-    price = prices.get(intent.price) if intent.price is not None else None
+    price = intent.price
     return UsageRow(
         request_id=intent.request_id,
         attempt=intent.attempt,
@@ -98,14 +107,14 @@ def usage_row(ending: Ending, prices: Mapping[int, Price]) -> UsageRow:
         miss_reason=ending.miss_reason,
         engine_seconds=ending.engine_seconds,
         policy_version=intent.policy_version,
-        price_id=None if price is None else price.pk,
+        price_id=price.id if price is not None and price.id in prices else None,
         charge=None if price is None else _charge(price, ending),
         currency="" if price is None else price.currency,
         epoch=intent.epoch,
     )
 
 
-def _charge(price: Price, ending: Ending) -> Decimal:
+def _charge(price: TokenPrice, ending: Ending) -> Decimal:
     return pricing.charge(price, ending.prompt_tokens, ending.cached_tokens, ending.completion_tokens)
 
 

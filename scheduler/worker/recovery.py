@@ -131,4 +131,5 @@ def interruption(intent: Intent, progress: Progress) -> Ending:
         batch_size=0.0,
         attained=False,
         miss_reason="interrupted",
+        engine_seconds=progress.engine_seconds,
     )

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from scheduler.core.budgets import AccountKey
+from tenants.pricing import TokenPrice
 
 _WAITING, _STORED, _SET_ASIDE = 0, 1, 2  # values of usage.stored
 
@@ -61,7 +62,7 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
     dispatched_at: float
     batch_id: str
     policy_version: int
-    price: int | None
+    price: TokenPrice | None  # what it was reserved at, and is billed at whatever becomes of the price book
     limits: tuple[LimitCharge, ...]
     project: str = ""
     leased: tuple[AccountKey, ...] = ()  # accounts of budgets that pay from a lease
@@ -83,7 +84,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: float
     attained: bool | None
     miss_reason: str
-    engine_seconds: float = 0.0  # engine time that it was charged; 0 if nobody is left who knows
+    engine_seconds: float = 0.0  # engine time that it was charged; of an interrupted one, up to its last token
 
 
 _encode = msgspec.msgpack.Encoder().encode

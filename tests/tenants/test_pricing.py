@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenants.models import Price, Tenant
-from tenants.pricing import PriceBook, charge
+from tenants.pricing import PriceBook, TokenPrice, charge
 
 JANUARY = datetime(2026, 1, 1, tzinfo=UTC)
 JUNE = datetime(2026, 6, 1, tzinfo=UTC)
@@ -59,12 +59,12 @@ def test_a_model_without_a_price_has_none(db: None) -> None:
 
 def test_an_example_to_the_digit() -> None:
     # 900 x 0.20 + 100 x 0.05 + 50 x 0.60 = 215 per million
-    assert charge(price(), prompt=1000, cached=100, completion=50) == Decimal("0.000215")
+    assert charge(TokenPrice.of(price()), prompt=1000, cached=100, completion=50) == Decimal("0.000215")
 
 
 def test_the_smallest_half_is_rounded_to_even() -> None:
-    assert charge(price("0.00005 0 0"), 1, 0, 0) == Decimal("0E-10")
-    assert charge(price("0.00015 0 0"), 1, 0, 0) == Decimal("2E-10")
+    assert charge(TokenPrice.of(price("0.00005 0 0")), 1, 0, 0) == Decimal("0E-10")
+    assert charge(TokenPrice.of(price("0.00015 0 0")), 1, 0, 0) == Decimal("2E-10")
 
 
 rates = st.decimals(0, 9_999_999, places=8)
@@ -77,7 +77,7 @@ def test_a_charge_is_the_exact_sum_rounded_once(
 ) -> None:
     book = price(f"{uncached_rate} {cached_rate} {output_rate}")
     exact = Fraction(uncached_rate) * uncached + Fraction(cached_rate) * cached + Fraction(output_rate) * completion
-    charged = charge(book, uncached + cached, cached, completion)
+    charged = charge(TokenPrice.of(book), uncached + cached, cached, completion)
     # Within half a unit of the last decimal of the exact amount: never rounded twice.
     assert abs(Fraction(charged) - exact / 1_000_000) <= Fraction(1, 2 * 10**10)
 
@@ -85,4 +85,4 @@ def test_a_charge_is_the_exact_sum_rounded_once(
 @pytest.mark.parametrize("counts", [(1, 2, 0), (-1, 0, 0), (1, -1, 0), (1, 0, -1)])
 def test_counts_that_cannot_be_are_refused(counts: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="token counts"):
-        charge(price(), *counts)
+        charge(TokenPrice.of(price()), *counts)

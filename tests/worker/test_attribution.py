@@ -14,6 +14,7 @@ from scheduler.core.types import Preempt
 from scheduler.engines import create_engine
 from scheduler.gateway import Caller
 from scheduler.models import Deployment
+from scheduler.worker import journal
 from scheduler.worker.flight import Phase
 from tenants import reports
 from tenants.models import Tier, UsageRecord
@@ -120,3 +121,24 @@ async def test_the_sum_over_all_rows_is_the_time_that_the_engine_was_busy(start,
     by_day = await sync_to_async(lambda: list(reports.buckets(rows, span)))()
     assert {group[0] for bucket in by_day for group in bucket.groups} == {"acme", "globex"}
     assert sum(one.engine_seconds for bucket in by_day for one in bucket.groups.values()) == pytest.approx(charged)
+
+
+async def test_what_a_request_has_been_charged_outlives_its_scheduler(start, tiers, stopwatch, tmp_path):
+    """The journal has the engine time up to the last token, also of a run that gave way: a death loses the rest."""
+    await sync_to_async(Deployment.objects.create)(model="demo", engine="simulated", options=COSTS)
+    path = tmp_path / "spool" / "journal-scheduler-1.bin"
+
+    def known() -> float:
+        return sum(progress.engine_seconds for progress in journal.read(path).values())
+
+    async with start(engine_factory=stopwatch) as product:
+        await product.ready()
+        answers = [product.submit(words=words, max_tokens=60) for words in (4, 20)]
+        for tokens in (5, 30):
+            await product.until(lambda least=tokens: all(one.kinds().count("Delta") >= least for one in answers))
+            assert known() == pytest.approx(stopwatch.busy, abs=0.03)  # two steps
+            give_way(product)
+        await product.until(lambda: all(one.done() for one in answers))
+        await product.settled()
+    charged = (await UsageRecord.objects.aaggregate(sum=Sum("engine_seconds")))["sum"]
+    assert charged == pytest.approx(stopwatch.busy, rel=0.01)

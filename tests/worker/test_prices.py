@@ -71,3 +71,17 @@ async def test_later_prices_and_models_that_go_change_no_report(start):
     assert await sync_to_async(report)() == before
     await Deployment.objects.all().adelete()
     assert await sync_to_async(report)() == before
+
+
+@pytest.mark.usefixtures("prices")
+async def test_a_price_that_goes_between_reservation_and_storing_is_charged_all_the_same(start):
+    """FR-069: the row costs what was reserved; it cannot name the price any more."""
+    async with start() as product:
+        await product.ready()
+        answer = product.submit(words=PROMPT, max_tokens=TOKENS)
+        await product.until(lambda: bool(answer.events), step=0.001)
+        await Price.objects.all().adelete()
+        await product.until(answer.done)
+        await product.settled()
+    row = await UsageRecord.objects.aget()
+    assert (row.status, row.charge, row.currency, row.price_id) == ("finished", Decimal("0.530"), "USD", None)
