@@ -89,6 +89,11 @@ def configuration(data_dir: Path, redis_url: str | None) -> dict[str, Any]:
         "beat_schedule": {
             "heartbeat": {"task": "tenants.tasks.heartbeat", "schedule": HEARTBEAT, "options": {"expires": HEARTBEAT}},
             "forget-silent-processes": {"task": "tenants.tasks.forget_silent_processes", "schedule": 3600.0},
+            "remove-old-usage": {
+                "task": "tenants.tasks.remove_old_usage",
+                "schedule": 300.0,
+                "options": {"expires": 300.0},
+            },
         },
     }
 

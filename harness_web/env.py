@@ -17,6 +17,7 @@ BASE_DIR = Path(__file__).resolve().parent.parent
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 LOG_FORMATS = ("auto", "json", "console")
 DURABILITIES = ("process", "power-loss")
+LEAST_MONTHS = 3  # for which usage is kept, if it is not kept for ever: until then its month is not closed
 
 
 class EnvError(Exception):
@@ -39,6 +40,7 @@ class Env:
     durability: str  # what usage survives: the death of any process, or a power cut too
     log_level: str
     log_format: str  # auto: console on a terminal, JSON elsewhere
+    usage_months: int | None  # whole months for which the ledger is kept; None: for ever
     debug: bool
     process: str  # name of this process in heartbeats and logs, set by `harness up`
 
@@ -65,6 +67,14 @@ def _networks(name: str, value: str) -> tuple[str, ...]:
         except ValueError as error:
             raise EnvError(f"{name}: {entry!r} is not an address or network (like 10.1.0.0/16).") from error
     return entries
+
+
+def _months(name: str, value: str) -> int | None:
+    if not value.strip():
+        return None
+    if not value.strip().isdecimal() or int(value) < LEAST_MONTHS:
+        raise EnvError(f"{name}={value!r} is not a number of months; use {LEAST_MONTHS} or more.")
+    return int(value)
 
 
 def read(environ: Mapping[str, str] | None = None) -> Env:
@@ -99,6 +109,7 @@ def read(environ: Mapping[str, str] | None = None) -> Env:
         durability=durability,
         log_level=level,
         log_format=log_format,
+        usage_months=_months("HARNESS_USAGE_MONTHS", env.get("HARNESS_USAGE_MONTHS", "")),
         debug=_flag("HARNESS_DEBUG", env.get("HARNESS_DEBUG", "")),
         process=env.get("HARNESS_PROCESS") or f"pid-{os.getpid()}",
     )

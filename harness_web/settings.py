@@ -26,6 +26,7 @@ HARNESS_PROCESS = ENV.process
 HARNESS_TRUSTED_PROXIES = ENV.trusted_proxies
 HARNESS_ENGINE = ENV.engine
 HARNESS_POWER_LOSS = ENV.durability == "power-loss"
+HARNESS_USAGE_MONTHS = ENV.usage_months
 HARNESS_MODEL = ENV.model
 
 # --- security -------------------------------------------------------------------------------------------------------

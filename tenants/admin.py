@@ -26,6 +26,7 @@ from .changes import one_change
 from .key_changes import KeyConflictError, enable, issue, revoke, rotate
 from .memberships import describe_leaving, keys_left_by
 from .models import (
+    Adjustment,
     ApiKey,
     AuditEvent,
     BudgetAccount,
@@ -36,6 +37,7 @@ from .models import (
     Membership,
     Price,
     ProcessHeartbeat,
+    Retention,
     Scope,
     Tenant,
     Tier,
@@ -348,6 +350,18 @@ class UsageRecordAdmin(ReadOnlyAdmin):
     list_filter = ("status", "model", "tier")
     search_fields = ("request_id", "tenant_slug")
     show_full_result_count = False  # the ledger grows long
+
+
+@admin.register(Adjustment)
+class AdjustmentAdmin(ReadOnlyAdmin):
+    list_display = ("at", "tenant_slug", "model", "amount", "currency", "reason", "author")
+    list_filter = ("currency",)
+    search_fields = ("tenant_slug", "reason", "author")
+
+
+@admin.register(Retention)
+class RetentionAdmin(ReadOnlyAdmin):
+    list_display = ("kept_since",)
 
 
 @admin.register(AuditEvent)

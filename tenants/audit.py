@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,6 +83,14 @@ def describe(instance: models.Model) -> dict[str, Any]:
     for relation in instance._meta.many_to_many:
         described[relation.name] = sorted(str(related) for related in getattr(instance, relation.name).all())
     return described
+
+
+def shell_actor(command: str) -> str:
+    """Who runs `harness COMMAND`: the user of the operating system."""
+    try:
+        return f"harness {command} ({getpass.getuser()})"
+    except (KeyError, OSError):  # a container's user without a name
+        return f"harness {command}"
 
 
 def target_of(instance: models.Model) -> str:

@@ -12,6 +12,7 @@ from django.db import DataError, IntegrityError, transaction
 
 from .budgets import AccountKey, Charged, charge, lock_tenants
 from .models import UsageRecord
+from .models.retention import kept_since
 
 CHUNK = 500  # rows of one transaction: well under half a second on either database
 
@@ -108,6 +109,7 @@ def _record_chunk(
     try:
         with transaction.atomic():
             lock_tenants({row.tenant_id for row in rows})  # so that of two who write the same row only one charges it
+            _refuse_removed(rows)
             before = _present(wanted)
             new = [_record(row) for identity, row in wanted.items() if identity not in before]
             UsageRecord.objects.bulk_create(new, ignore_conflicts=True)
@@ -119,6 +121,13 @@ def _record_chunk(
         raise LedgerError(f"The ledger does not take a row: {error}") from error
     charged.add(cost)
     return len(new)
+
+
+def _refuse_removed(rows: Sequence[UsageRow]) -> None:
+    """Rows of a time that retention has removed may have been there: written again, they would be charged again."""
+    since = kept_since()
+    if late := [] if since is None else [row for row in rows if row.arrived_at < since]:
+        raise LedgerError(f"The ledger is kept since {since}, and {late[0].request_id} is older.")
 
 
 def _record(row: UsageRow) -> UsageRecord:

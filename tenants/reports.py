@@ -24,7 +24,7 @@ from zoneinfo import ZoneInfo
 from django.db.models import BigIntegerField, Count, F, Func, Max, Min, QuerySet, Sum
 
 from .exports import Cell
-from .models import UsageRecord
+from .models import Adjustment, UsageRecord
 from .periods import HOUR, Calendar
 
 DAY = 24 * HOUR
@@ -41,6 +41,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "model": {"model": "model"},
     "tier": {"tier": "tier"},
 }
+ADJUSTED = {"tenant": "tenant_slug", "model": "model"}  # what of that an adjustment has
 SUMS = {
     "input_tokens": Sum("prompt_tokens"),
     "cached_tokens": Sum("cached_tokens"),
@@ -188,6 +189,21 @@ def records(rows: QuerySet[UsageRecord]) -> Iterator[tuple[Cell, ...]]:
         yield from (row[:-1] for row in page)
         arrived_at, pk = page[-1][0], page[-1][-1]
         page = list(ordered.filter(arrived_at__gte=arrived_at).exclude(arrived_at=arrived_at, pk__lte=pk)[:PAGE])
+
+
+def adjustments(
+    rows: QuerySet[Adjustment], start: int, end: int, group_by: tuple[str, ...]
+) -> Iterator[dict[str, Any]]:
+    """Sums of what was entered in `[start, end)`, in Unix seconds: by currency, and by tenant and model as asked.
+
+    An adjustment belongs to the time at which it was made, and not to that of the usage that it is about: no report
+    that has been read before changes.
+    """
+    columns = {name: ADJUSTED[name] for name in group_by if name in ADJUSTED} | {"currency": "currency"}
+    entered = rows.filter(at__gte=_instant(start), at__lt=_instant(end)).order_by(*columns.values())
+    for sums in entered.values(*columns.values()).annotate(total=Sum("amount"), entries=Count("pk")):
+        named = {name: sums[column] for name, column in columns.items()}
+        yield named | {"amount": sums["total"], "num_adjustments": sums["entries"]}
 
 
 def between(rows: QuerySet[UsageRecord], start: int, end: int) -> QuerySet[UsageRecord]:

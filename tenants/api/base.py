@@ -82,7 +82,7 @@ class TenancyView(APIView):
     def usage(self) -> models.QuerySet[UsageRecord]:
         """The ledger's rows that the caller may see; a developer's are those of their own keys."""
         rows = UsageRecord.scoped.within(self.reach)
-        if self.caller.operates or self.caller.user is None:
+        if self.reach.everything or self.caller.user is None:
             return rows
         own = ApiKey.scoped.within(self.reach).filter(owner=self.caller.user).values_list("pk", flat=True)
         owned = self.caller.tenants_as({Membership.Role.OWNER})

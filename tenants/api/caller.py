@@ -13,6 +13,7 @@ from tenants.models import Membership, Scope
 from tenants.scoping import Reach
 
 OPERATES = "operators see every tenant"
+INSTALLATION = "the role is held for the whole installation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class Admits:
 class Caller:
     """`actor` is the name in the audit log. The scope `admin`, which operators have too, reaches every tenant.
 
-    A key acts for its one tenant, a person for those that `roles` (tenant id -> role) names.
+    A key acts for its one tenant, a person for those that `roles` (tenant id -> role) names, and for every tenant in
+    what `staff_roles`, which are held for the installation, are admitted to.
     """
 
     actor: str
@@ -35,6 +37,7 @@ class Caller:
     scopes: frozenset[str] = frozenset()
     key_tenant: str | None = None
     roles: Mapping[str, str] = field(default_factory=dict)
+    staff_roles: frozenset[str] = frozenset()
     user: User | None = None
 
     @property
@@ -42,12 +45,15 @@ class Caller:
         return Scope.ADMIN in self.scopes
 
     def is_admitted(self, admits: Admits) -> bool:
-        return bool(self.scopes & admits.scopes) or not admits.roles.isdisjoint(self.roles.values())
+        held = self.staff_roles.union(self.roles.values())
+        return bool(self.scopes & admits.scopes) or not admits.roles.isdisjoint(held)
 
     def reach(self, admits: Admits) -> Reach:
         """The tenants for which `admits` holds."""
         if self.operates:
             return Reach(everything=OPERATES)
+        if self.staff_roles & admits.roles:
+            return Reach(everything=INSTALLATION)
         if self.key_tenant is not None:
             return Reach(frozenset({self.key_tenant} if self.scopes & admits.scopes else ()))
         return Reach(self.tenants_as(admits.roles))
@@ -74,11 +80,12 @@ def key_caller(principal: Principal, source_ip: str | None) -> Caller:
 
 
 def user_caller(user: User, source_ip: str | None, *, operates: bool) -> Caller:
-    held = Membership.objects.filter(user=user, tenant__isnull=False).values_list("tenant_id", "role")
+    held = list(Membership.objects.filter(user=user).values_list("tenant_id", "role"))
     return Caller(
         actor=f"user {user.get_username()}",
         source_ip=source_ip,
         scopes=frozenset({Scope.ADMIN.value}) if operates else frozenset(),
-        roles={str(tenant_id): role for tenant_id, role in held},
+        roles={str(tenant_id): role for tenant_id, role in held if tenant_id is not None},
+        staff_roles=frozenset(role for tenant_id, role in held if tenant_id is None),
         user=user,
     )

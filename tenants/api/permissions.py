@@ -20,6 +20,10 @@ OPERATORS = Admits(frozenset({Scope.ADMIN}))
 OWNERS = Admits(frozenset({Scope.ADMIN}), frozenset({Role.OWNER}))
 MEMBERS = Admits(frozenset({Scope.ADMIN}), frozenset({Role.OWNER, Role.DEVELOPER}))
 READERS = Admits(frozenset({Scope.ADMIN, Scope.USAGE}), frozenset({Role.OWNER, Role.DEVELOPER}))
+# What was used and charged. Finance works for the installation; a developer sees the usage of their own keys.
+USAGE_READERS = Admits(READERS.scopes, READERS.roles | {Role.FINANCE})
+BOOK_READERS = Admits(READERS.scopes, frozenset({Role.OWNER, Role.FINANCE}))
+BOOKKEEPERS = Admits(frozenset({Scope.ADMIN}), frozenset({Role.FINANCE}))
 
 
 def admitted(view: APIView, method: str) -> Admits | None:

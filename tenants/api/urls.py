@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from django.urls import path
 
+from tenants.api.adjustments import AdjustmentsView
 from tenants.api.audit import AuditCsvView, AuditJsonView, AuditView
 from tenants.api.keys import EnableKeyView, KeysView, KeyView, RevokeKeyView, RotateKeyView
 from tenants.api.tenants import MembershipsView, TenantsView, TenantView
@@ -19,6 +20,7 @@ urlpatterns = [
     path("keys/<int:key_id>/rotate", RotateKeyView.as_view(), name="rotate-key"),
     path("keys/<int:key_id>/revoke", RevokeKeyView.as_view(), name="revoke-key"),
     path("keys/<int:key_id>/enable", EnableKeyView.as_view(), name="enable-key"),
+    path("adjustments", AdjustmentsView.as_view(), name="adjustments"),
     path("audit", AuditView.as_view(), name="audit"),
     path("audit/export.json", AuditJsonView.as_view(), name="audit-json"),
     path("audit/export.csv", AuditCsvView.as_view(), name="audit-csv"),

@@ -16,8 +16,9 @@ from rest_framework.response import Response
 
 from tenants import exports, reports
 from tenants.api.base import AnyAccept, TenancyView, Writer, attachment
-from tenants.api.permissions import READERS
-from tenants.models import UsageRecord
+from tenants.api.permissions import BOOK_READERS, USAGE_READERS
+from tenants.models import Adjustment, UsageRecord
+from tenants.models.retention import kept_since
 from tenants.models.tenant import valid_timezone
 
 PAGE, LARGEST_PAGE = 200, 1_440  # buckets: a day has so many minutes
@@ -82,12 +83,28 @@ class BucketSerializer(serializers.Serializer[dict[str, Any]]):
     results = ResultSerializer(many=True)
 
 
+class AdjustmentsSerializer(serializers.Serializer[dict[str, Any]]):
+    """The sum of adjustments in one currency. `amount` is exact, as text; below zero it is a credit."""
+
+    tenant = serializers.CharField(required=False)
+    model = serializers.CharField(required=False)
+    amount = serializers.CharField()
+    currency = serializers.CharField()
+    num_adjustments = serializers.IntegerField()
+
+
 class UsageSerializer(serializers.Serializer[dict[str, Any]]):
-    """What the report is about, and its buckets; those in which nothing was used are left out."""
+    """What the report is about, and its buckets; those in which nothing was used are left out.
+
+    `adjustments` are those entered between `start_time` and `end_time`, on no page in particular. `kept_since` is the
+    instant before which retention has removed usage, null if it has removed none.
+    """
 
     start_time = serializers.IntegerField()
     end_time = serializers.IntegerField()
     timezone = serializers.CharField()
+    kept_since = serializers.FloatField(allow_null=True)
+    adjustments = AdjustmentsSerializer(many=True)
     data = BucketSerializer(many=True)  # type: ignore[assignment]  # the wire's name
     has_more = serializers.BooleanField()
     next_page = serializers.CharField(allow_null=True)
@@ -96,7 +113,7 @@ class UsageSerializer(serializers.Serializer[dict[str, Any]]):
 class UsageView(TenancyView):
     """Sums of the ledger. A key with the scope `usage` sees its own tenant, one with `admin` all of them."""
 
-    admits = READERS
+    admits = USAGE_READERS
 
     @extend_schema(operation_id="usage", parameters=[ReportSerializer], responses=UsageSerializer)  # type: ignore[untyped-decorator]
     def get(self, request: Request) -> Response:
@@ -110,6 +127,8 @@ class UsageView(TenancyView):
                 "start_time": query["start_time"],
                 "end_time": query["end_time"],
                 "timezone": query["timezone"],
+                "kept_since": None if (since := kept_since()) is None else since.timestamp(),
+                "adjustments": _adjustments(self, query),
                 "data": [_bucket(one, tuple(span.columns)) for one in shown],
                 "has_more": bool(rest),
                 "next_page": str(rest[0].start) if rest else None,
@@ -120,7 +139,7 @@ class UsageView(TenancyView):
 class CsvRecordsView(TenancyView):
     """The rows of the ledger, in order of arrival; see `tenants/exports.py` for the form."""
 
-    admits = READERS
+    admits = USAGE_READERS
     content_negotiation_class = AnyAccept
 
     @extend_schema(  # type: ignore[untyped-decorator]
@@ -135,7 +154,7 @@ class CsvRecordsView(TenancyView):
 class JsonRecordsView(TenancyView):
     """The rows of the ledger, in order of arrival; see `tenants/exports.py` for the form."""
 
-    admits = READERS
+    admits = USAGE_READERS
     content_negotiation_class = AnyAccept
 
     @extend_schema(  # type: ignore[untyped-decorator]
@@ -152,7 +171,10 @@ def _export(view: TenancyView, write: Writer, kind: str, suffix: str) -> Streami
     start, end = query["start_time"], query["end_time"]
     rows, count = reports.as_of_now(reports.between(_rows(view, query), start, end))
     lines = write(list(reports.RECORD), reports.records(rows), count)
-    return attachment(lines, count, kind, f"usage-{start}-{end}.{suffix}")
+    response = attachment(lines, count, kind, f"usage-{start}-{end}.{suffix}")
+    if (since := kept_since()) is not None:
+        response["X-Kept-Since"] = since.isoformat()
+    return response
 
 
 def _validated(request: Request, serializer: type[SpanSerializer]) -> dict[str, Any]:
@@ -167,6 +189,17 @@ def _rows(view: TenancyView, query: dict[str, Any]) -> QuerySet[UsageRecord]:
     """What the caller may see of what was asked for."""
     rows = view.usage()
     return rows.filter(tenant_slug=query["tenant"]) if "tenant" in query else rows
+
+
+def _adjustments(view: TenancyView, query: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of tenants of which the caller sees everything."""
+    if not view.caller.is_admitted(BOOK_READERS):
+        return []
+    rows = Adjustment.scoped.within(view.caller.reach(BOOK_READERS))
+    if "tenant" in query:
+        rows = rows.filter(tenant_slug=query["tenant"])
+    sums = reports.adjustments(rows, query["start_time"], query["end_time"], query["group_by"])
+    return [one | {"amount": exports.plain(one["amount"])} for one in sums]
 
 
 def _bucket(bucket: reports.Bucket, columns: tuple[str, ...]) -> dict[str, Any]:

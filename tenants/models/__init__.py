@@ -1,5 +1,6 @@
 """Who is asking, what they may use, what they used."""
 
+from .adjustment import Adjustment
 from .api_key import ApiKey, KeySecret, Scope
 from .append_only import AppendOnlyError
 from .audit import AuditEvent
@@ -7,11 +8,13 @@ from .budget import BudgetAccount, BudgetAlert, BudgetLease
 from .change import Change, Configured, ProcessHeartbeat
 from .limit import Limit
 from .price import Price
+from .retention import Retention
 from .tenant import Membership, Tenant
 from .tier import Tier
 from .usage import UsageRecord
 
 __all__ = [
+    "Adjustment",
     "ApiKey",
     "AppendOnlyError",
     "AuditEvent",
@@ -25,6 +28,7 @@ __all__ = [
     "Membership",
     "Price",
     "ProcessHeartbeat",
+    "Retention",
     "Scope",
     "Tenant",
     "Tier",

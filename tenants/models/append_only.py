@@ -1,4 +1,8 @@
-"""Rows that are written once: the ledger and the audit log."""
+"""Rows that are written once: the ledger, its adjustments and the audit log.
+
+The database holds to that by itself: triggers refuse what goes past these classes (migration 0009). A migration that
+makes one of their tables anew, as SQLite does for most changes, has to make its triggers again.
+"""
 
 from __future__ import annotations
 

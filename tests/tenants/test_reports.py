@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import tracemalloc
 from dataclasses import replace
@@ -11,10 +12,13 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
+from asgiref.sync import sync_to_async
+from django.http import StreamingHttpResponse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tenants import reports
+from tenants.api.base import attachment
 from tenants.exports import csv_lines
 from tenants.ledger import UsageRow, record_usage
 from tenants.models import UsageRecord
@@ -268,6 +272,40 @@ def test_an_export_needs_no_more_memory_for_more_rows(monkeypatch: pytest.Monkey
     few = peak_of_export()
     record_usage(rows[3_000:])
     assert peak_of_export() < few * 1.3
+
+
+@pytest.mark.django_db(transaction=True)
+async def test_five_exports_at_once_are_whole_and_one_that_is_cut_off_never_looks_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FR-071: and none of them needs memory for more than a few pages."""
+    monkeypatch.setattr(reports, "PAGE", 500)
+    count = 6_000
+    await sync_to_async(record_usage)([replace(ROW, request_id=f"r{number}") for number in range(count)])
+    tracemalloc.start()
+    *whole, cut = await asyncio.gather(*(download() for _ in range(5)), download(parts=2))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert whole == [(count, "0")] * 5
+    assert cut[0] < count and cut[1] != "0"
+    assert peak < 20 * 2**20  # the texts together have twice as much
+
+
+async def download(parts: int | None = None) -> tuple[int, str]:
+    """Rows of an export of everything, of which only so many parts are read; and what its last row says is left."""
+
+    def begin() -> StreamingHttpResponse:
+        found, count = reports.as_of_now(UsageRecord.objects.all())
+        lines = csv_lines(list(reports.RECORD), reports.records(found), count)
+        return attachment(lines, count, "text/csv", "usage.csv")
+
+    response = await sync_to_async(begin)()
+    lines, last, number = -1, b"", 0  # the header is no row
+    async for part in response.streaming_content:  # type: ignore[attr-defined]
+        lines, last, number = lines + part.count(b"\r\n"), part, number + 1
+        if number == parts:
+            break
+    return lines, last.decode().rstrip().rpartition(",")[2]
 
 
 def peak_of_export() -> int:

@@ -67,6 +67,7 @@ class People:
     acme: Tenant
     globex: Tenant
     olga: Person  # operator
+    fay: Person  # finance
     ann: Person  # acme's owner
     dev: Person  # acme's developer
     gus: Person  # globex' owner
@@ -86,6 +87,7 @@ def gather() -> People:
         acme=acme,
         globex=globex,
         olga=person("olga", (Role.OPERATOR, None)),
+        fay=person("fay", (Role.FINANCE, None)),
         ann=person("ann", (Role.OWNER, acme)),
         dev=dev,
         gus=person("gus", (Role.OWNER, globex)),

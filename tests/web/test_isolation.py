@@ -9,7 +9,8 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -31,9 +32,9 @@ from tenants.api.caller import Admits
 from tenants.api.permissions import IsAdmitted, admitted
 from tenants.audit import Act
 from tenants.ledger import record_usage
-from tenants.models import KeySecret, UsageRecord
+from tenants.models import Adjustment, KeySecret, UsageRecord
 from tests.tenants.conftest import issue
-from tests.tenants.test_ledger import ROW
+from tests.tenants.test_ledger import NOON, ROW
 from tests.web.cast import Client
 from tests.web.people import KeyClient, NoGateway, People, fresh_authenticator, gather
 from tests.web.test_console_socket import Socket
@@ -70,6 +71,7 @@ TENANT = {
     "api/v1/keys/<int:key_id>/rotate",
     "api/v1/keys/<int:key_id>/revoke",
     "api/v1/keys/<int:key_id>/enable",
+    "api/v1/adjustments",
     "api/v1/audit",
     "api/v1/audit/export.json",
     "api/v1/audit/export.csv",
@@ -207,6 +209,16 @@ def furnish() -> tuple[People, dict[str, Any], dict[str, Any]]:
         submitted_at=datetime.now(UTC),
         died_at=datetime.now(UTC),
     )
+    Adjustment.objects.create(
+        tenant_id=str(acme.pk),
+        tenant_slug="acme",
+        starts_at=NOON,
+        ends_at=NOON + timedelta(days=1),
+        amount=Decimal("-1.5"),
+        currency="USD",
+        reason="acme was right",
+        author="user fay",
+    )
     Act("user ann").note("change", acme, None, None)
     theirs = {
         "slug": "acme",
@@ -305,6 +317,7 @@ FOREIGN_FILTERS = (
     "usage?tenant=acme&start_time=0",
     "usage?tenant=acme&start_time=0&group_by=tenant,key",
     "usage/records.json?tenant=acme&start_time=0",
+    "adjustments?tenant=acme",
 )
 
 
@@ -316,6 +329,7 @@ async def test_a_foreign_filter_finds_nothing(place: Site, name: str) -> None:
         shown = json.loads(await text_of(answer))
         if answer.status_code != 403:
             assert answer.status_code == 200 and (shown["data"] if isinstance(shown, dict) else shown) == [], path
+            assert not isinstance(shown, dict) or shown.get("adjustments", []) == [], path
 
 
 async def test_an_outsider_is_asked_for_credentials_by_every_route(place: Site) -> None:
@@ -419,6 +433,7 @@ async def test_fr_076_usage_is_counted_from_who_asks_and_not_from_what_they_ask(
         (Stranger("member", await sync_to_async(KeyClient)(authenticator, people.dev.user)), 13),
         (Stranger("owner", await sync_to_async(KeyClient)(authenticator, people.ann.user)), 50),
         (Stranger("operator", await sync_to_async(KeyClient)(authenticator, people.olga.user)), 120),
+        (Stranger("finance", await sync_to_async(KeyClient)(authenticator, people.fay.user)), 120),
         (Stranger("usage key", KeyClient(authenticator), books.token), 50),
     ]
     for caller, expected in callers:
@@ -429,9 +444,9 @@ async def test_fr_076_usage_is_counted_from_who_asks_and_not_from_what_they_ask(
         lines = (await text_of(await caller.call("GET", f"usage/records.csv?{span}"))).splitlines()
         assert (len(rows), len(lines) - 1) == (expected, expected), caller.name
         foreign = await caller.call("GET", f"usage?{span}&tenant=globex")
-        assert requests_seen(foreign) == (70 if caller.name == "operator" else 0)
+        assert requests_seen(foreign) == (70 if caller.name in ("operator", "finance") else 0)
         detail = await caller.call("GET", f"requests/r-{people.globex_key.key.pk}-0/trace")
-        assert detail.status_code == (200 if caller.name == "operator" else 404)
+        assert detail.status_code == {"operator": 200, "finance": 403}.get(caller.name, 404)
         for wrong in ("group_by=password", "order_by=cost", "limit=0", "limit=-1", "limit=1000000"):
             refused = await caller.call("GET", f"usage?{span}&{wrong}")
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, wrong.split("=")[0]), wrong
@@ -462,7 +477,8 @@ async def test_fr_077_operational_routes_of_engines_and_tricks_with_paths_lead_n
     runtime = WebRuntime(None, authenticator, NoGateway())  # type: ignore[arg-type]  # no scheduler
     application = Application(pages, websocket_application, lambda: runtime)
     application._data_plane = OpenAIApp(runtime)
-    for token in (None, people.acme_key.token):
+    ops = await sync_to_async(issue)(people.acme, "ops", scopes=["inference", "admin"])
+    for token in (None, people.acme_key.token, ops.token):
         for path in NOT_SERVED:
             headers = [(b"host", b"localhost")]
             headers += [(b"authorization", f"Bearer {token}".encode())] if token else []

@@ -27,6 +27,7 @@ from tenants import budgets as accounts
 from tenants.ledger import UsageRow, record_usage
 from tenants.models import BudgetAccount, BudgetLease, UsageRecord
 from tenants.periods import period_of
+from tests.tenants.conftest import empty_ledger
 from tests.tenants.test_ledger import ROW
 
 WALL = 1_800_000_000.0
@@ -247,7 +248,7 @@ class Machine(RuleBasedStateMachine):
             assert all(not process.admission.budgets.accounts for process in self.processes)
         finally:
             BudgetAccount.objects.all().delete()
-            UsageRecord.objects.all()._raw_delete("default")
+            empty_ledger()
 
     # --- details ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from django.db import OperationalError, ProgrammingError
 
 from scheduler.apply import apply
 from tenants.apply import Result
+from tenants.audit import shell_actor
 from tenants.changes import current_version, wait_acknowledged
 from tenants.database import complaint
 from tenants.documents import DocumentError
@@ -32,7 +32,7 @@ class Command(BaseCommand):
     def handle(self, *args: Any, file: Path, json: bool, reason: str, **options: Any) -> None:
         try:
             text = file.read_text(encoding="utf-8")
-            result = apply(text, actor=_actor(), reason=reason)
+            result = apply(text, actor=shell_actor("apply"), reason=reason)
         except (OSError, UnicodeDecodeError) as error:
             raise CommandError(f"{file} cannot be read: {error}") from error
         except DocumentError as error:
@@ -51,14 +51,6 @@ class Command(BaseCommand):
         if lagging := wait_acknowledged(current_version(), WAIT_SECONDS):
             names = ", ".join(lagging)
             self.stderr.write(f"Applied, but not yet acknowledged after {WAIT_SECONDS:.0f} s by: {names}.")
-
-
-def _actor() -> str:
-    """The operating system's user, as the audit log's actor."""
-    try:
-        return f"harness apply ({getpass.getuser()})"
-    except (KeyError, OSError):  # a container's user without a name
-        return "harness apply"
 
 
 def _as_json(result: Result) -> str:

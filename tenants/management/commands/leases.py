@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import getpass
 from argparse import ArgumentParser
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
+from tenants.audit import shell_actor
 from tenants.budgets import ReleaseError, release_by_hand
 from tenants.models import BudgetLease
 
@@ -34,15 +34,7 @@ class Command(BaseCommand):
 
     def _release(self, process: str, epoch: int, reason: str) -> None:
         try:
-            released = release_by_hand(process, epoch, actor=_actor(), reason=reason)
+            released = release_by_hand(process, epoch, actor=shell_actor("leases"), reason=reason)
         except ReleaseError as error:
             raise CommandError(str(error)) from error
         self.stdout.write(f"{released} leases of {process} epoch {epoch} are given back")
-
-
-def _actor() -> str:
-    """The operating system's user, as the audit log's actor."""
-    try:
-        return f"harness leases ({getpass.getuser()})"
-    except (KeyError, OSError):  # a container's user without a name
-        return "harness leases"
