@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -33,9 +34,24 @@ def test_a_clock_that_jumps_ahead_ends_what_has_waited_too_long_and_serves_the_r
     before, after = rounds({"gold": 20, "silver": 40}, 1, 60, 20), flood("gold", 4, 5)
     after = [replace(arrival, at=arrival.at + away + 2.0) for arrival in after]
     plant = Plant(merged(before, after), trouble=Trouble(pauses=((0.9, away),))).play()
-    assert ends(plant).keys() <= {"finished", "expired", "refused"}
+    assert {"finished", "expired"} <= ends(plant).keys() <= {"finished", "expired", "refused"}
+    patience = {"gold": TIERS["gold"].queue_max_wait, "silver": TIERS["silver"].ttft}  # gold is served late as well
+    for fate in plant.fates.values():
+        assert fate.request is not None
+        begun = fate.dispatches[0][0] if fate.dispatches else fate.request.arrival
+        assert begun <= fate.request.arrival + patience[fate.request.tier]
     assert all(fate.ends == ["finished"] for fate in plant.fates.values() if fate.arrival.at > away)
     assert plant.planner.snapshot(plant.now).level == 0
+
+
+def test_a_clock_that_steps_back_changes_no_end() -> None:
+    """By milliseconds, by half a second, by more than any deadline: whoever would have been served is."""
+    load = rounds({"gold": 6, "silver": 6}, 10, 60, 20)
+    instants: list[float] = []
+    back = Trouble(pauses=((2.0, -0.02), (4.0, -0.5), (6.0, -5.0)))
+    plant = Plant(load, trouble=back, observe=lambda plant: instants.append(plant.now)).play()
+    assert sum(later < earlier for earlier, later in pairwise(instants)) == 3
+    assert ends(plant) == {"finished": len(load)}
 
 
 def test_a_tenant_that_floods_does_not_take_the_others_turn() -> None:
@@ -46,7 +62,7 @@ def test_a_tenant_that_floods_does_not_take_the_others_turn() -> None:
 
 def test_max_tokens_far_above_what_is_produced_does_not_empty_the_batch() -> None:
     """Lengths are learned: after some ends a request that may produce 400 tokens counts with the 10 it will."""
-    load = [replace(arrival, max_tokens=400, output=10) for arrival in flood("silver", 20, 20, prompt=30)]
+    load = [replace(arrival, max_tokens=400, output=10) for arrival in flood("silver", 30, 20, prompt=30)]
     plant = Plant(load).play()
     late = [fate for fate in plant.fates.values() if fate.arrival.at > 10.0]
     assert sum(fate.ends == ["finished"] for fate in late) >= 0.95 * len(late)
@@ -67,9 +83,14 @@ def test_where_no_tier_has_a_weight_all_are_served() -> None:
 
 
 def test_weights_that_change_while_requests_wait_rule_from_then_on_and_lose_nobody() -> None:
-    """Nine to one for ten seconds, then one to nine: what was received before is not held against anybody."""
-    waiting = {"on_infeasible": OnInfeasible.LATE, "queue_max_wait": 1e4, "ttft": 1e3, "e2e": 1e3, "floor": 0.0}
-    tiers = {name: replace(tier, **waiting) for name, tier in TIERS.items()}  # type: ignore[arg-type]
+    """Nine to one for ten seconds, then one to nine: what was received before is not held against anybody.
+
+    All that the tiers differ in is their weight: nothing is kept for one of them.
+    """
+    alike = replace(
+        TIERS["bronze"], on_infeasible=OnInfeasible.LATE, queue_max_wait=1e4, ttft=1e3, e2e=1e3, floor=0.0
+    )
+    tiers = {name: replace(alike, name=name, rank=tier.rank) for name, tier in TIERS.items()}
     one = tiers | {"silver": replace(tiers["silver"], weight=90), "bronze": replace(tiers["bronze"], weight=10)}
     two = tiers | {"silver": replace(tiers["silver"], weight=10), "bronze": replace(tiers["bronze"], weight=90)}
     trouble = Trouble(changes=((10.0, two, PolicyConfig()),))
