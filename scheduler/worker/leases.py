@@ -84,6 +84,7 @@ class Leases:
         self._waiters: list[_Waiter] = []
         self._looks: set[AccountKey] = set()
         self._bell = asyncio.Event()
+        self._silent_since: float | None = None  # when the database stopped answering
 
     # --- what requests ask for --------------------------------------------------------------------------------------
 
@@ -133,14 +134,13 @@ class Leases:
         """Say to the database what there is to say, once; it may be away."""
         waiters, self._waiters = self._waiters, []
         try:
-            wishes = await self._thread.run(accounts.wishes, self._process, self._epoch) if self._lines else {}
-            moves = self._moves(waiters, wishes)
-            for start in range(0, len(moves), MOVES):
-                await self._exchange(moves[start : start + MOVES], waiters)
+            asked = await self._talk(waiters)
         except DatabaseAway as error:
-            log.warning("leases of budgets wait for the database", error=type(error).__name__, requests=len(waiters))
+            self._note_silence(error)
             answered = False
         else:
+            if asked:
+                self._note_answer()
             answered = True
         for waiter in waiters:
             if not waiter.turned.done():
@@ -157,6 +157,27 @@ class Leases:
         await self._thread.aclose()
 
     # --- one turn ---------------------------------------------------------------------------------------------------
+
+    async def _talk(self, waiters: Sequence[_Waiter]) -> bool:
+        """One turn with the database; False if there was nothing to ask it."""
+        asked = bool(self._lines)
+        wishes = await self._thread.run(accounts.wishes, self._process, self._epoch) if asked else {}
+        moves = self._moves(waiters, wishes)
+        for start in range(0, len(moves), MOVES):
+            await self._exchange(moves[start : start + MOVES], waiters)
+        return asked or bool(moves)
+
+    def _note_silence(self, error: Exception) -> None:
+        """Told once an outage: a turn comes several times a second."""
+        if self._silent_since is None:
+            self._silent_since = self._clock.now()
+            log.warning("leases of budgets wait for the database", error=type(error).__name__)
+
+    def _note_answer(self) -> None:
+        if self._silent_since is not None:
+            seconds = round(self._clock.now() - self._silent_since, 1)
+            self._silent_since = None
+            log.info("leases of budgets have the database back", seconds=seconds)
 
     def _moves(self, waiters: Sequence[_Waiter], wishes: Mapping[AccountKey, Wish]) -> list[Said]:
         now, wall = self._clock.now(), self._wall()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -249,7 +250,34 @@ async def test_while_the_database_is_away_requests_go_on_as_far_as_the_lease_rea
         assert outcomes([known]) == ["done"]
 
 
+async def test_an_outage_is_told_when_it_begins_and_when_it_is_over(start, monkeypatch, caplog) -> None:
+    """A turn comes several times a second; the log is for what has changed."""
+    caplog.set_level(logging.INFO)
+    refused = 0
+
+    def away(*args: Any) -> None:
+        nonlocal refused
+        refused += 1
+        raise OperationalError("no such host")
+
+    def told(words: str) -> int:
+        return sum(f"leases of budgets {words}" in record.getMessage() for record in caplog.records)
+
+    async with start() as product:
+        await product.ready()
+        for outage in (1, 2):
+            await all_done(product, [product.submit(budgets=[budget(100 * EACH)])])
+            with monkeypatch.context() as broken:
+                broken.setattr(accounts, "wishes", away)
+                await product.until(lambda: refused >= 5 * outage)  # noqa: B023 - awaited at once
+                assert told("wait for the database") == outage
+                assert told("have the database back") == outage - 1
+            await product.until(lambda: told("have the database back") == outage)  # noqa: B023
+
+
 async def test_fr_019_a_reservation_that_cannot_be_written_is_503_and_nothing_runs(start, monkeypatch) -> None:
+    """FR-019."""
+
     def broken(*args: Any) -> None:
         raise OperationalError("disk I/O error")
 
@@ -318,6 +346,7 @@ async def test_a_request_belongs_to_the_period_of_its_arrival(start) -> None:
     ("zone", "border"), [("Asia/Tokyo", "2026-07-31T15:00:00Z"), ("America/Los_Angeles", "2026-08-01T07:00:00Z")]
 )
 async def test_fr_016_a_month_ends_at_the_tenants_midnight(start, monkeypatch, zone: str, border: str) -> None:
+    """FR-016."""
     ends = datetime.fromisoformat(border).timestamp()
     pays = {"budgets": [budget(EACH, period="month", zone=zone)]}
     clock = ManualClock()
@@ -351,13 +380,22 @@ def dollars(amount: str, **changes: Any) -> BudgetSpec:
 
 
 async def test_fr_007_a_balance_of_money_is_spent_to_the_last_credit_and_no_further(start) -> None:
-    """1000 credits, 1 per token of the answer, 100 tokens each: ten are served, by whichever key they come."""
+    """FR-007: 1000 credits, 1 per token of the answer, 100 tokens each: ten are served, by whichever key they come.
+
+    At no instant is more spent or reserved than there is.
+    """
     await price(output_per_mtok="1000000")
     async with start() as product:
         await product.ready()
         pays = {"max_tokens": 100, "budgets": [dollars("1000", period="total")]}
         answers = [product.submit(key=str(number % 5), **pays) for number in range(50)]
-        await all_done(product, answers)
+
+        def all_answered() -> bool:
+            (account,) = accounts_of(product) or [None]
+            assert account is None or account.used + account.reserved <= account.budget.limit
+            return all(answer.done() for answer in answers)
+
+        await product.until(all_answered, step=0.02)
         later = [product.submit(**pays) for _ in range(3)]
         await all_done(product, later)
         assert (served(answers), outcomes(answers).count("limit_tenant_spend")) == (10, 40)
@@ -369,14 +407,14 @@ async def test_fr_007_a_balance_of_money_is_spent_to_the_last_credit_and_no_furt
 
 
 async def test_fr_008_without_max_tokens_what_the_tier_allows_is_reserved_and_no_more(start) -> None:
-    """The tier `free` allows 64 tokens: prompt and 64 are reserved, and what was used remains."""
+    """FR-008: the tier `free` allows 64 tokens: prompt and 64 are reserved, and what was used remains."""
+    five = {"tokens": 5, "pace": 0.5}
     async with start() as product:
         await product.ready()
-        both = [
-            product.submit(max_tokens=None, tier="free", simulate={"tokens": 5}, budgets=[budget(2 * 67)])
-            for _ in range(2)
-        ]
+        both = [product.submit(max_tokens=None, tier="free", simulate=five, budgets=[budget(2 * 67)]) for _ in range(2)]
         await product.until(lambda: all("Accepted" in one.kinds() for one in both))
+        (account,) = accounts_of(product)
+        assert (account.reserved, account.free) == (2 * (PROMPT + 64), 0)
         await all_done(product, both)
         assert outcomes(both) == ["done", "done"]
         await product.settled()
@@ -384,11 +422,13 @@ async def test_fr_008_without_max_tokens_what_the_tier_allows_is_reserved_and_no
         long = product.submit(words=60, max_tokens=None, tier="free", budgets=[budget(100)], version=2)
         await all_done(product, [long])
         assert outcomes([long]) == ["limit_tenant_tokens"]
+        assert long.kinds() == ["Refused"]
 
 
 async def test_fr_019_a_model_without_a_price_is_refused_to_budgets_of_money_and_free_of_charge_to_others(
     start,
 ) -> None:
+    """FR-019."""
     async with start() as product:
         await product.ready()
         answers = [product.submit(budgets=[dollars("1")]) for _ in range(20)]
@@ -439,6 +479,7 @@ async def test_what_is_reserved_and_charged_is_the_price_of_the_arrival(start) -
 
 
 async def test_fr_018_zero_admits_nothing_unset_everything_and_a_refusal_names_its_scope(start) -> None:
+    """FR-018."""
     await price(output_per_mtok="1000000")
     async with start() as product:
         await product.ready()
@@ -496,6 +537,7 @@ async def test_levels_of_a_hard_budget_are_counted_for_the_operator(start) -> No
 ENDS = {
     "unknown model": {"model": "no-such-model"},
     "engine fails": {"simulate": {"fail_at": 2}},
+    "engine hangs": {"simulate": {"hang_at": 2}},
     "too long": {"words": 600},
     "budget": {"budgets": [budget(0)]},
 }
@@ -503,10 +545,12 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 async def test_fr_010_no_end_keeps_the_only_place_of_a_key(start, end: str) -> None:
+    """FR-010 ii to iv, and refusals."""
     alone = [limit("concurrency", 1)]
     async with start() as product:
         await product.ready()
         await all_done(product, [product.submit(limits=alone, **ENDS[end])])
+        await product.ready()  # an engine that hung was started again
         valid = product.submit(limits=alone)
         await all_done(product, [valid])
         assert outcomes([valid]) == ["done"]
@@ -514,6 +558,7 @@ async def test_fr_010_no_end_keeps_the_only_place_of_a_key(start, end: str) -> N
 
 
 async def test_fr_010_a_caller_or_web_process_that_goes_frees_its_place_at_once(start) -> None:
+    """FR-010 v, vi."""
     alone = [limit("concurrency", 1)]
     async with start() as product:
         await product.ready()
@@ -526,9 +571,11 @@ async def test_fr_010_a_caller_or_web_process_that_goes_frees_its_place_at_once(
         valid = product.submit(limits=alone)
         await all_done(product, [valid])
         assert outcomes([valid]) == ["done"]
+        product.assert_nothing_is_held()
 
 
 async def test_fr_011_a_stream_holds_its_place_to_its_last_byte_or_its_abort(start) -> None:
+    """FR-011: at no time are two of them in the engine."""
     alone = [limit("concurrency", 1)]
     async with start() as product:
         await product.ready()
@@ -536,6 +583,7 @@ async def test_fr_011_a_stream_holds_its_place_to_its_last_byte_or_its_abort(sta
         await product.until(lambda: product.clock.now() > 1.0 and "Delta" in first.kinds())
         second = product.submit(limits=alone)
         await product.until(second.done)
+        assert second.kinds() == ["Refused"]
         await first.hang_up()
         third = product.submit(limits=alone)
         await all_done(product, [third])
@@ -544,7 +592,9 @@ async def test_fr_011_a_stream_holds_its_place_to_its_last_byte_or_its_abort(sta
 
 
 async def test_fr_014_a_restart_and_more_web_processes_give_nobody_a_second_allowance(start) -> None:
-    """30 a minute and a budget for 30 answers, over two web processes and a restart of the scheduler between."""
+    """FR-014: 30 a minute and a budget for 30 answers, over two web processes, one of which goes, and a restart of the
+    scheduler. What is left falls with every request, whichever process it came by.
+    """
     clock = ManualClock()
     rate = [limit("rpm", 30)]
     async with start(clock=clock) as product:
@@ -553,6 +603,12 @@ async def test_fr_014_a_restart_and_more_web_processes_give_nobody_a_second_allo
             answers = [product.submit(limits=rate, gateway=web) for web in (None, other) * 45]
             await all_done(product, answers)
         assert (served(answers), outcomes(answers).count("limit_rpm")) == (30, 60)
+        left = [one.events[0].limits["remaining-requests"] for one in answers if outcomes([one]) == ["done"]]
+        assert sorted(left, reverse=True) == list(range(29, -1, -1))
+        async with product.second_web() as fresh:
+            refused = product.submit(limits=rate, gateway=fresh)
+            await all_done(product, [refused])
+            assert (refused.last.reason, refused.last.limits["remaining-requests"]) == ("limit_rpm", 0)
     async with start(clock=clock) as product:
         await product.ready()
         again = [product.submit(limits=rate) for _ in range(10)]
@@ -564,6 +620,8 @@ async def test_fr_014_a_restart_and_more_web_processes_give_nobody_a_second_allo
 
 
 async def test_fr_010_a_ledger_that_is_slow_keeps_no_place(start, monkeypatch) -> None:
+    """FR-010 vii."""
+
     def away(*args: Any, **options: Any) -> None:
         raise OperationalError("no such host")
 
