@@ -16,7 +16,9 @@ def merged(answers: Sequence[Limits]) -> Limits:
     for answer in answers:
         for queue in answer.queues:
             by_model.setdefault(queue.model, []).append(queue)
-    return Limits(max(answer.at for answer in answers), limits, tuple(_queue(by_model[name]) for name in by_model))
+    return Limits(
+        max(answer.at for answer in answers), limits, tuple(_queue(by_model[name]) for name in sorted(by_model))
+    )
 
 
 def _limit(states: Sequence[LimitState]) -> LimitState:

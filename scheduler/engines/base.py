@@ -61,11 +61,14 @@ class PromptError(EngineError):
 
 
 class PromptTooLongError(PromptError):
-    """`at_least`: the prompt was so long that its tokens were not counted; it has no fewer than `tokens`."""
+    """`at_least`: the prompt was so long that its tokens were not counted; it has no fewer than `tokens`.
+
+    `count` says how many it has, for people.
+    """
 
     def __init__(self, tokens: int, limit: int, *, param: str, at_least: bool = False) -> None:
-        count = f"at least {tokens}" if at_least else tokens
-        super().__init__(f"The prompt has {count} tokens; the model takes at most {limit}.", param=param)
+        self.count = f"at least {tokens}" if at_least else str(tokens)
+        super().__init__(f"The prompt has {self.count} tokens; the model takes at most {limit}.", param=param)
         self.tokens = tokens
         self.limit = limit
 

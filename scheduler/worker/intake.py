@@ -143,7 +143,7 @@ class Intake:
         tier = await self._find_tier(flight, pool)
         self._check_early(flight, pool, tier)
         flight.rendered = await self._render(flight, pool, tier)
-        flight.max_tokens = self._output_bound(flight, tier, flight.rendered)
+        flight.max_tokens = self._output_bound(flight, pool, tier, flight.rendered)
         self._price(flight, pool)
         await self._cover(flight, pool, tier)
         request = self._request(flight, pool, tier)
@@ -211,7 +211,7 @@ class Intake:
             with self._on_its_way(tier):
                 rendered = await engine.render(ChatPrompt(tuple(submit.messages), submit.simulate), submit.sampling)
         except PromptTooLongError as error:
-            raise RefusedError(Refusal(Reason.CONTEXT_LENGTH, str(error)), error.param) from error
+            raise _over_context(pool, error.count, submit.sampling.max_tokens) from error
         except PromptError as error:
             raise RefusedError(Refusal(Reason.INVALID_PROMPT, str(error)), error.param) from error
         except EngineDeadError as error:
@@ -221,15 +221,12 @@ class Intake:
         self._check_still(pool, engine)
         return rendered
 
-    def _output_bound(self, flight: Flight, tier: TierSpec, rendered: Rendered) -> int:
+    def _output_bound(self, flight: Flight, pool: Pool, tier: TierSpec, rendered: Rendered) -> int:
         """The most tokens that each of its answers may have: what it asks for, or all that model and tier have room
         for."""
         asked, answers = flight.submit.sampling.max_tokens, flight.sequences
         if rendered.room < 1 or (asked is not None and asked > rendered.room):
-            message = f"The prompt has {rendered.prompt_tokens} tokens and leaves room for {max(rendered.room, 0)}" + (
-                f", but {asked} were asked for." if asked is not None else "."
-            )
-            raise RefusedError(Refusal(Reason.CONTEXT_LENGTH, message), "messages")
+            raise _over_context(pool, str(rendered.prompt_tokens), asked)
         if asked is not None and asked > tier.max_tokens:
             message = f"max_tokens is {asked}; the tier {tier.name!r} allows at most {tier.max_tokens}."
             raise RefusedError(Refusal(Reason.LIMIT_TOO_LARGE, message), "max_tokens")
@@ -339,6 +336,17 @@ class Intake:
 def _priority(submit: messages.Submit) -> str | None:
     """The level that it asks for; `flex` is the lowest."""
     return "low" if submit.service_tier == "flex" else submit.priority
+
+
+def _over_context(pool: Pool, prompt: str, asked: int | None) -> RefusedError:
+    """More than the model can hold: how much that is, and how much prompt and answer would be."""
+    assert pool.limits is not None  # it is ready
+    answer = "" if asked is None else f" and {asked} are asked for as an answer"
+    message = (
+        f"The model takes at most {pool.limits.capacity.max_model_len} tokens, prompt and answer together; "
+        f"the prompt has {prompt}{answer}."
+    )
+    return RefusedError(Refusal(Reason.CONTEXT_LENGTH, message), "messages")
 
 
 def _texts(submit: messages.Submit) -> Iterator[str]:

@@ -7,6 +7,7 @@ import gc
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from harness_web.openai import exchange, sse
@@ -97,6 +98,15 @@ async def test_a_degraded_service_says_so_in_its_answers_and_refusals(stage: Sta
     assert "x-harness-degradation" not in (await stage.chat(stream=stream)).headers
 
 
+@pytest.mark.parametrize("salt", ["", "id-acme", "5f7d8a", "\u0000", None, 7])
+async def test_fr_079_a_salt_of_the_callers_own_changes_nothing(stage: Stage, salt: Any) -> None:
+    """FR-079: it is dropped; what keeps the tenants' prompts apart comes from the scheduler alone."""
+    stage.scheduler.script = words("x")
+    assert (await stage.chat()).status == (await stage.chat(cache_salt=salt, prompt_cache_key="k")).status == 200
+    plain, salted = stage.scheduler.submits
+    assert msgspec.structs.replace(salted, id=plain.id, age=plain.age) == plain
+
+
 async def test_request_ids_are_ours_and_never_the_callers(stage: Stage) -> None:
     stage.scheduler.script = words("x")
     replies = [await stage.chat(headers={"x-request-id": "req_mine"}) for _ in range(2)]
@@ -131,6 +141,7 @@ async def test_an_answer_without_a_token_still_has_role_and_finish_reason(stage:
 
 
 async def test_usage_comes_once_and_only_when_asked_for(stage: Stage) -> None:
+    """FR-021."""
     stage.scheduler.script = words("a", "b", "c")
     reply = await stage.chat(stream=True, stream_options={"include_usage": True})
     *others, last = reply.chunks
@@ -156,6 +167,13 @@ def test_the_quick_way_to_write_a_text_chunk_equals_the_plain_one(text: str) -> 
         plain = chunks._choice(sse.ChunkChoice(delta=sse.ChunkDelta(content=text)))
         assert chunks.text(0, text) == plain
         assert json.loads(plain.removeprefix(b"data: "))["choices"][0]["delta"]["content"] == text
+
+
+async def test_fr_010_what_is_no_request_is_refused_before_any_limit_hears_of_it(stage: Stage) -> None:
+    """FR-010 i."""
+    reply = await stage.chat(messages=[{"role": "user2", "content": "hi"}])
+    assert (reply.status, reply.error["param"]) == (400, "messages[0].role")
+    assert stage.scheduler.submits == []
 
 
 async def test_headers_wait_for_the_first_engine_event(stage: Stage) -> None:

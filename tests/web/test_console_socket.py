@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from asgiref.sync import sync_to_async
@@ -13,8 +14,9 @@ from django.contrib.auth.models import User
 from django.test import Client
 
 from harness_web.console import consumers, live
+from harness_web.portal import views as portal
 from harness_web.routing import websocket_application
-from tenants.models import Membership
+from tenants.models import Membership, Tenant, Tier
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -24,9 +26,15 @@ SUBSCRIBE = {"type": "subscribe", "topic": "overview"}
 class Socket:
     """The browser's side of one websocket."""
 
-    def __init__(self, path: str, origin: str, cookie: str = "") -> None:
+    def __init__(self, path: str, origin: str, cookie: str = "", query: str = "") -> None:
         headers = [(b"origin", origin.encode()), (b"cookie", cookie.encode())]
-        scope = {"type": "websocket", "path": path, "headers": headers, "query_string": b"", "subprotocols": []}
+        scope = {
+            "type": "websocket",
+            "path": path,
+            "headers": headers,
+            "query_string": query.encode(),
+            "subprotocols": [],
+        }
         self.server = ApplicationCommunicator(websocket_application, scope)
 
     async def connect(self) -> bool:
@@ -75,9 +83,9 @@ def signed_in(role: str | None = Membership.Role.OPERATOR) -> Client:
 async def connect(board: live.Board) -> AsyncIterator[Connect]:
     opened: list[Socket] = []
 
-    async def open_socket(client: Client | None, origin: str = "http://localhost") -> Socket:
+    async def open_socket(client: Client | None, origin: str = "http://localhost", query: str = "") -> Socket:
         cookie = "; ".join(f"{name}={morsel.value}" for name, morsel in client.cookies.items()) if client else ""
-        opened.append(Socket("/ws/console/", origin, cookie))
+        opened.append(Socket("/ws/console/", origin, cookie, query))
         return opened[-1]
 
     yield open_socket
@@ -161,3 +169,76 @@ async def test_what_is_not_understood_ends_it(connect: Connect, text: str) -> No
     await socket.connect()
     await socket.say(text)
     assert await socket.close_code() == 4400
+
+
+# --- other tenants ----------------------------------------------------------------------------------------------------
+
+# Topics, and what stands in addresses: what exists, what does not, and what only looks like it (the e is Cyrillic).
+FOREIGN = ("overview", "globex", "2", "nobody", "*", "", "x" * 10_240, "glob\u0435x", "A.B", "A_B", "a-b")
+
+
+@sync_to_async
+def member(role: str) -> Client:
+    """Somebody of acme; globex is there as well."""
+    tier = Tier.objects.create(name="vip")
+    acme, _ = (Tenant.objects.create(slug=slug, name=slug.title(), tier=tier) for slug in ("acme", "globex"))
+    user = User.objects.create_user("ann")
+    Membership.objects.create(user=user, tenant=acme, role=role)
+    client = Client()
+    client.force_login(user)
+    return client
+
+
+@pytest.mark.parametrize("role", [Membership.Role.OWNER, Membership.Role.DEVELOPER])
+async def test_fr_081_a_tenants_people_are_in_no_feed_whatever_they_ask_for(
+    connect: Connect, board: live.Board, role: str
+) -> None:
+    """FR-081: refused alike, whether what they name exists; nothing is sent, of the present or of the past.
+
+    There is one group a process, named by chance and not after any tenant, and only operators are in it.
+    """
+    client = await member(role)
+    await publish(board)
+    for name in FOREIGN:
+        socket = await connect(client, query=f"tenant={quote(name)}&topic={quote(name)}")
+        assert await socket.connect()
+        await socket.say({"type": "subscribe", "topic": name, "tenant": name, "stream": board.stream, "seq": 0})
+        await socket.say(SUBSCRIBE | {"stream": board.stream, "seq": 0})
+        assert await socket.close_code() == 4403
+        await publish(board)
+        assert await socket.server.receive_nothing(0.02)
+        beside = Socket(f"/ws/console/{quote(name)}/", "http://localhost", "")
+        assert await beside.connect() is False
+    assert live.get_channel_layer().groups.get(board.group, {}) == {}
+    assert board.group == f"console.overview.{board.stream}"
+
+
+async def test_fr_081_the_feed_is_the_operators_alone_when_they_are_beside_each_other(
+    connect: Connect, board: live.Board
+) -> None:
+    """FR-081: a tenant's socket hears nothing of what an operator's hears at the same time."""
+    tenants, operators = await connect(await member(Membership.Role.OWNER)), await connect(await signed_in())
+    for socket in (tenants, operators):
+        await socket.connect()
+        await socket.say(SUBSCRIBE)
+    assert (await operators.hear())["type"] == "snapshot"
+    assert await tenants.close_code() == 4403
+    await publish(board)
+    assert (await operators.hear())["type"] == "delta"
+    assert await tenants.server.receive_nothing(0.02)
+
+
+async def test_fr_081_what_an_engine_says_in_its_last_words_is_on_no_page_for_tenants(
+    board: live.Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FR-081: of a shared engine everybody may know its state."""
+    monkeypatch.setattr(portal, "BOARD", board)
+    words = "cannot take the prompt 'my secret plan' of globex"
+    board.receive(
+        {"scheduler": "s", "engines": [{"model": "demo", "state": "failed", "message": words, "hint": words}]}
+    )
+    client = await member(Membership.Role.OWNER)
+    for path in ("/", "/console/", "/console/overview.json"):
+        shown = (await sync_to_async(client.get)(path)).content.decode()
+        assert "secret" not in shown and "globex" not in shown, path
+    assert "failed" in (await sync_to_async(client.get)("/")).content.decode()

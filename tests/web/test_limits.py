@@ -140,7 +140,7 @@ async def test_the_answers_of_two_schedulers_are_one() -> None:
         assert [(one.used, one.reserved) for one in answer.limits] == [(12, 0), (10**10, 12)]
         assert [one.remaining for one in answer.limits] == [588, 24 * 10**10 - 12]
         queues = [(one.model, one.waiting, one.running, one.expected_wait) for one in answer.queues]
-        assert queues == [("demo", 6, 4, 5.0), ("a", 1, 2, None), ("b", 1, 2, None)]
+        assert queues == [("a", 1, 2, None), ("b", 1, 2, None), ("demo", 6, 4, 5.0)]
     finally:
         await gateway.aclose()
         for scheduler in schedulers.values():

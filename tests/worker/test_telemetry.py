@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from asgiref.sync import sync_to_async
 
 from scheduler import config
-from scheduler.gateway import AskError, Done
+from scheduler.gateway import AskError, Caller, Done
 from scheduler.worker.statistics import Rolling
 
 from .conftest import WALL, limit
@@ -176,3 +177,19 @@ async def test_what_held_requests_back_is_counted_by_reason(start):
         await product.until(waiting.done)
         metrics = await product.gateway.ask("metrics")
         assert 'harness_holds_total{reason="slots_full",tier="free"}' in metrics
+
+
+async def test_fr_081_a_snapshot_names_no_tenant_and_repeats_no_prompt(start):
+    """FR-081: also when an engine dies of a request."""
+    async with start() as product:
+        await product.ready()
+        caller = Caller("2", "globex", "8", "vip", (), 1, "spare")
+        fine = product.submit()
+        fatal = product.submit(
+            caller=caller, messages=({"role": "user", "content": "my secret plan"},), simulate={"crash_at": 1}
+        )
+        await product.until(lambda: fine.done() and fatal.done())
+        shown = msgspec.json.encode(product.runtime._telemetry.snapshot()).decode()
+        assert "The engine crashed" in shown
+        for word in ("acme", "globex", "spare", "secret", fine.request.id, fatal.request.id):
+            assert word not in shown, word
