@@ -26,7 +26,7 @@ from scheduler.config import ConfigConflict, ConfigDocument, ConfigError
 from scheduler.config import current as config_document
 from scheduler.config import update as update_config
 from scheduler.core.types import Reason
-from scheduler.engines.base import JsonFormat, LikelyToken, Sampling, TokenLogprob, ToolCallDelta, Tools
+from scheduler.engines.base import JsonFormat, LikelyToken, Sampling, TokenLogprob, ToolCallDelta, Tools, joined
 from scheduler.limits import merged
 from scheduler.wire.codec import MessageTooLargeError
 from scheduler.wire.link import Epochs, Link, Roster, Wiring, report_death
@@ -325,17 +325,6 @@ class _News:
         """All of it as one."""
         text, logprobs, calls = "".join(self._texts), tuple(self._logprobs), joined(self._calls)
         return Delta(request_id, text, tokens, index, self._finish_reason, logprobs, calls)
-
-
-def joined(parts: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """The parts of tool calls with each call in one, in the order in which they began."""
-    calls: dict[int, list[ToolCallDelta]] = {}
-    for part in parts:
-        calls.setdefault(part.index, []).append(part)
-    return tuple(
-        ToolCallDelta(index, some[0].id, some[0].name, "".join(part.arguments for part in some))
-        for index, some in calls.items()
-    )
 
 
 class _RequestLink(Link):

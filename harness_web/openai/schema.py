@@ -367,6 +367,7 @@ def _check_text(chat: ChatRequest) -> None:
     for index, message in enumerate(chat.messages):
         content = message.content
         texts = [part.text or "" for part in content] if isinstance(content, list) else [content or ""]
+        texts += [call.function.arguments for call in message.tool_calls or ()]
         if any("\0" in text for text in texts):
             raise InvalidRequest("NUL characters are not allowed.", f"messages[{index}].content")
 

@@ -27,7 +27,9 @@ class AnswerSerializer(serializers.Serializer[dict[str, Any]]):
     """What a retry was answered."""
 
     text = serializers.CharField()
+    tool_calls = serializers.ListField(child=serializers.DictField(), required=False)
     finish_reason = serializers.CharField()
+    others = serializers.ListField(child=serializers.DictField(), required=False)  # of `n` answers, from the second on
     prompt_tokens = serializers.IntegerField()
     completion_tokens = serializers.IntegerField()
 

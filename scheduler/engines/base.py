@@ -218,6 +218,17 @@ class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True):
     arguments: str = ""
 
 
+def joined(parts: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """The parts of tool calls with each call in one, in the order in which they began."""
+    calls: dict[int, list[ToolCallDelta]] = {}
+    for part in parts:
+        calls.setdefault(part.index, []).append(part)
+    return tuple(
+        ToolCallDelta(index, some[0].id, some[0].name, "".join(part.arguments for part in some))
+        for index, some in calls.items()
+    )
+
+
 @dataclass(slots=True)
 class Delta:
     """What one step has made of one answer. `tokens`: how many it has produced so far (cumulative, exact).

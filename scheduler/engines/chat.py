@@ -57,8 +57,8 @@ class ChatGuard:
 
 
 def characters(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How long the texts of a conversation are, without looking at them."""
-    return sum(_length(message.get("content")) for message in messages)
+    """How long the texts of a conversation are, without looking at them; what tools were called with is text too."""
+    return sum(_length(message.get("content")) + _called(message.get("tool_calls")) for message in messages)
 
 
 def _length(content: Any) -> int:
@@ -67,6 +67,11 @@ def _length(content: Any) -> int:
     if isinstance(content, list | tuple):
         return sum(len(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return 0
+
+
+def _called(calls: Any) -> int:
+    arguments = (call.get("function", {}).get("arguments", "") for call in calls or () if isinstance(call, Mapping))
+    return sum(len(one) for one in arguments if isinstance(one, str))
 
 
 def _check(message: Mapping[str, Any], index: int) -> None:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -23,6 +24,7 @@ import structlog
 from scheduler import dead_letters
 from scheduler.clock import Clock
 from scheduler.dead_letters import Cause, Letter
+from scheduler.engines.base import ToolCallDelta, joined
 from scheduler.wire import messages
 from scheduler.worker.flight import Flight
 from scheduler.worker.outbox import Session
@@ -72,7 +74,7 @@ class DeadLetters:
         request_id = f"req_{uuid4().hex}"
         submission = await self._thread.run(dead_letters.claim, letter_id, request_id)
         self._retries.add(request_id)
-        submit(Session(_Listener(partial(self._retried, letter_id, request_id))), submission)
+        submit(Session(_Listener(partial(self._retried, letter_id, request_id), submission.sampling.n)), submission)
         return request_id
 
     async def run(self) -> None:
@@ -99,14 +101,15 @@ class DeadLetters:
                 self._work.popleft()
         return True
 
-    def _retried(self, letter_id: int, request_id: str, end: messages.Done | str, text: str) -> None:
+    def _retried(self, letter_id: int, request_id: str, end: messages.Done | str, answers: Sequence[_Answer]) -> None:
         self._retries.discard(request_id)
         if isinstance(end, str):
             self._later(partial(dead_letters.reopen, letter_id, end))
             return
+        first, *others = [one.document() for one in answers]
         answer = {
-            "text": text,
-            "finish_reason": end.finish_reason,
+            **first,
+            **({"others": others} if others else {}),
             "prompt_tokens": end.prompt_tokens,
             "completion_tokens": end.completion_tokens,
         }
@@ -117,21 +120,43 @@ class DeadLetters:
         self._news.set()
 
 
-class _Listener:
-    """The connection of a retry: gathers its text and tells its end, an answer or why there is none."""
+class _Answer:
+    """One answer of a retry, as it is kept."""
 
-    def __init__(self, on_end: Callable[[messages.Done | str, str], None]) -> None:
+    def __init__(self) -> None:
+        self._text = ""
+        self._calls: list[ToolCallDelta] = []
+        self._finish_reason = ""
+
+    def add(self, part: messages.Delta | messages.Done) -> None:
+        self._text += part.text
+        self._calls += part.tool_calls if isinstance(part, messages.Delta) else ()
+        self._finish_reason = part.finish_reason
+
+    def document(self) -> dict[str, Any]:
+        calls = [{"name": call.name, "arguments": call.arguments} for call in joined(self._calls)]
+        return {
+            "text": self._text,
+            **({"tool_calls": calls} if calls else {}),
+            "finish_reason": self._finish_reason,
+        }
+
+
+class _Listener:
+    """The connection of a retry: gathers its answers and tells its end, or why there is none."""
+
+    def __init__(self, on_end: Callable[[messages.Done | str, Sequence[_Answer]], None], answers: int) -> None:
         self._on_end = on_end
-        self._texts: list[str] = []
+        self._answers = [_Answer() for _ in range(answers)]
 
     def send(self, message: messages.AnyMessage) -> bool:
         for event in message.events if isinstance(message, messages.Events) else ():
-            if isinstance(event, messages.Delta):
-                self._texts.append(event.text)
-            elif isinstance(event, messages.Done):
-                self._on_end(event, "".join((*self._texts, event.text)))
+            if isinstance(event, messages.Delta | messages.Done):
+                self._answers[event.index].add(event)
+            if isinstance(event, messages.Done):
+                self._on_end(event, self._answers)
             elif isinstance(event, messages.Refused | messages.Failed):
-                self._on_end(f"The retry did not finish: {event.message}", "")
+                self._on_end(f"The retry did not finish: {event.message}", ())
         return True
 
 

@@ -359,3 +359,5 @@ def _texts(submit: messages.Submit) -> Iterator[str]:
             text = part.get("text") if isinstance(part, dict) else part
             if isinstance(text, str):
                 yield text
+        for call in message.get("tool_calls", ()):
+            yield call["function"]["arguments"]

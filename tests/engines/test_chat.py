@@ -76,4 +76,6 @@ def test_an_empty_conversation_is_refused() -> None:
 def test_the_length_is_that_of_the_texts() -> None:
     parts = [{"type": "text", "text": "abc"}, {"type": "image_url"}]
     messages = [{"role": "user", "content": "12345"}, {"role": "user", "content": parts}, {"role": "assistant"}]
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{'a': 1}"}}]}
     assert characters(messages) == 8
+    assert characters([*messages, called]) == 16

@@ -10,7 +10,7 @@ from asgiref.sync import sync_to_async
 from django.db import OperationalError
 
 from scheduler import dead_letters
-from scheduler.gateway import Caller, Sampling, Submit
+from scheduler.gateway import Caller, JsonFormat, Sampling, Submit, Tools
 from scheduler.models import DeadLetter
 from tenants.models import UsageRecord
 
@@ -108,6 +108,21 @@ async def test_a_retry_runs_the_same_request_and_keeps_its_answer_instead_of_the
         "completion_tokens": 5,
     }
     assert (usage.status, usage.tenant_id, usage.completion_tokens) == ("finished", "1", 5)
+
+
+async def test_a_retry_keeps_every_answer_and_what_it_calls(start):
+    tools = Tools('[{"type": "function", "function": {"name": "now"}}]', "required")
+    sampling = Sampling(max_tokens=6, n=2, logprobs=2, format=JsonFormat(), tools=tools)
+    async with start() as product:
+        await product.ready()
+        await died_waiting(product, sampling=sampling)
+        row = await letter(product)
+        assert dead_letters.unpack(row.payload, "again").sampling == sampling
+        _, row = await retried(product, row)
+    call = {"text": "", "tool_calls": [{"name": "now", "arguments": "{}"}], "finish_reason": "tool_calls"}
+    kept = json.loads(row.answer)
+    assert {key: kept[key] for key in call} == call
+    assert kept["others"] == [call]
 
 
 async def test_a_retry_that_dies_opens_its_letter_again_and_makes_no_other(start):
