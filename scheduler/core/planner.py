@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from scheduler.core.batcher import Batcher, InFlight
@@ -172,9 +172,9 @@ class Planner:
         self._policy.stepped(report)
         self._changed = self._changed or self._step_matters
 
-    def engine_seconds(self, request_id: str) -> float:
-        """Engine time that a running request has been charged so far, since it was dispatched."""
-        return self._books.service.charged(request_id)
+    def meter(self, request_id: str) -> Callable[[], float]:
+        """Tells the engine time that a running request has been charged so far, since it was dispatched."""
+        return self._books.service.meter(request_id).read
 
     def finished(self, request_id: str, outcome: Outcome, now: float) -> None:
         """A dispatched request has left the engine. Raises IllegalTransition if it was not running."""

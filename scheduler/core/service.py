@@ -226,6 +226,10 @@ class Service:
         for meter in charge.meters():
             meter.join(charge.frame, charge.sequences)
 
+    def meter(self, request_id: str) -> Meter:
+        """What counts the engine-seconds of a running request; it goes on telling them when it has ended."""
+        return self._charges[request_id].meter
+
     def charged(self, request_id: str) -> float:
         """Engine-seconds that a running request has been charged so far."""
         return self._charges[request_id].meter.read()

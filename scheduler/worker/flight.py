@@ -11,6 +11,7 @@ first dispatch on it has an open intent in the spool. `endings.py` is the only c
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -50,6 +51,10 @@ class StepTally:
         """Mean sequences per step since `before` was copied; 1 when no step was reported in between."""
         steps = self.steps - before.steps
         return max((self.sequences - before.sequences) / steps, 1.0) if steps else 1.0
+
+
+def _nothing() -> float:
+    return 0.0
 
 
 class Phase(StrEnum):
@@ -94,6 +99,7 @@ class Flight:
     first_token: float | None = None
     last_token: float | None = None
     engine_seconds: float = 0.0  # engine time of the runs that are over
+    charged: Callable[[], float] = _nothing  # tells the engine time of the present run
     # for going on after a run that was cut short
     resumable: bool = False
     produced: list[int] = field(default_factory=list)  # ids of all tokens, if it is resumable
@@ -171,8 +177,13 @@ class Flight:
     def progress(self) -> Progress:
         first = self.first_token if self.first_token is not None else self.dispatched
         last = self.last_token if self.last_token is not None else first
-        seconds = self.engine_seconds if self.pool is None else self.pool.engine_seconds(self)
+        seconds = self.engine_seconds + self.charged()
         return Progress(self.tokens, first - self.dispatched, last - self.dispatched, seconds)
+
+    def end_run(self) -> None:
+        """The present run is over: its engine time stays with the flight."""
+        self.engine_seconds += self.charged()
+        self.charged = _nothing
 
     def unix(self, instant: float) -> float:
         """A monotonic instant as Unix time, relative to the arrival: a stepped wall clock never reorders a request."""

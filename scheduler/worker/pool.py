@@ -112,10 +112,6 @@ class Pool:
         """A flight that has been dispatched is over. Called exactly once for each, by `Endings`."""
         self._working.ended(flight, reason, now)
 
-    def engine_seconds(self, flight: Flight) -> float:
-        """Engine time that a flight has been charged so far, in all its runs."""
-        return self._working.engine_seconds(flight)
-
     def reconfigure(self) -> None:
         """Tiers or policy have changed."""
         if self._work is not None:

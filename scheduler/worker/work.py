@@ -167,17 +167,11 @@ class Work:
     def ended(self, flight: Flight, reason: Reason | None, now: float) -> None:
         """A flight that has been dispatched is over. Called exactly once for each, by `Endings`."""
         if flight.phase is Phase.RUNNING and not self.broken:
-            flight.engine_seconds = self.engine_seconds(flight)
+            flight.end_run()
             self.planner.finished(flight.id, Outcome(flight.run_tokens, reason), now)
         del self.flights[flight.id]
         self._flight_gone.set()
         self.bell.ring()
-
-    def engine_seconds(self, flight: Flight) -> float:
-        """Engine time that a flight has been charged so far, in all its runs."""
-        if flight.phase is not Phase.RUNNING or self.broken:
-            return flight.engine_seconds
-        return flight.engine_seconds + self.planner.engine_seconds(flight.id)
 
     async def emptied(self) -> None:
         """Until nothing waits and nothing runs."""
@@ -237,6 +231,7 @@ class Work:
         flight.phase = Phase.RUNNING
         flight.engine_priority = dispatch.engine_priority
         flight.runs += 1
+        flight.charged = self.planner.meter(flight.id)
         flight.stop_reason = None
         if flight.dispatch is None:
             flight.dispatch = dispatch
@@ -319,7 +314,7 @@ class Work:
 
     def _return(self, flight: Flight, reason: Reason) -> None:
         now = self._services.clock.now()
-        flight.engine_seconds = self.engine_seconds(flight)
+        flight.end_run()
         self.planner.evicted(flight.id, now)
         flight.phase = Phase.QUEUED
         flight.task = None

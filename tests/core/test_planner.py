@@ -321,7 +321,7 @@ def test_what_a_running_request_is_charged_can_be_asked_before_it_ends() -> None
     pool.arrive(request("a"), 0.0)
     pool.decide(0.0)
     pool.step(StepReport(at=0.1, elapsed=0.1, prefill_tokens=10, decode_seqs=0, running=1, waiting=0, kv_usage=0.1))
-    assert pool.engine_seconds("a") == pytest.approx(0.1)
+    assert pool.meter("a")() == pytest.approx(0.1)
 
 
 class Evicting(Policy):

@@ -20,7 +20,7 @@ import pytest
 from tests.faults import postgres
 from tests.journey.product import ROOT
 
-OLD, NEW = 40_000, 50
+OLD, NEW = 15_000, 50
 FILL = f"""
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
