@@ -59,7 +59,7 @@ async def calibrate(
     samples = [*closed, *(await run.serve()).samples]
     cost, error = fit(samples)
     overhead = 1 - sum(s.elapsed for s in samples) / sum(s.period for s in samples)
-    profile = replace(rough, cost=cost, basis="measured by the calibration of this run")
+    profile = replace(rough, cost=cost, basis="measured by the calibration of this run", step_error=error)
     return Calibration(profile, learn(samples), len(samples), error, overhead, alone)
 
 

@@ -8,8 +8,11 @@ prefills what ends are replaced by: n P / N tokens a step.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from scheduler.core.types import TierSpec
 from scheduler.simulator.profiles import Profile
 from scheduler.simulator.workload import Workload, full_batch
 
@@ -29,7 +32,7 @@ class EngineCurve:
         """The curve for the workload's mean lengths."""
         count, cost = len(workload.requests), profile.cost
         prompt = sum(request.prompt_tokens for request in workload.requests) / count
-        output = sum(request.max_tokens for request in workload.requests) / count
+        output = sum(workload.outputs) / count
         sequence = cost.decode_seq + cost.kv_token * (prompt + output / 2) + cost.prefill_token * prompt / output
         sizes = list(range(1, max(int(full_batch(profile, prompt + output)), 1) + 1))
         token_time = [cost.base + size * sequence for size in sizes]
@@ -40,3 +43,8 @@ class EngineCurve:
             speed_up=[size * token_time[0] / time for size, time in zip(sizes, token_time, strict=True)],
             utilisation=[1 - cost.base / time for time in token_time],
         )
+
+    def chosen(self, tiers: Iterable[TierSpec]) -> int:
+        """The largest batch whose steps keep the pace that every tier promises; 1 if none does."""
+        tightest = min(tier.tpot for tier in tiers)
+        return self.sizes[max(bisect_right(self.token_time, tightest), 1) - 1]

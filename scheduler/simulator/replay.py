@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -23,9 +22,10 @@ from scheduler.core.planner import Planner
 from scheduler.core.types import Dispatch, Expire, Outcome, PolicyConfig, Preempt, Reason, Request, StepReport, TierSpec
 from scheduler.engines.simulated.machine import End, Machine, Sequence, StepResult
 from scheduler.simulator.profiles import Profile
+from scheduler.simulator.timeline import Timeline
 from scheduler.simulator.workload import Workload
 
-TIMELINE_POINTS = 400  # over the arrival span
+TIMELINE_SLICES = 400  # over the arrival span
 PROGRESS_EVERY = 1000  # arrivals
 FLOORS_UNTIL_LEVEL = 2  # of degradation
 STALL_DECISIONS = 100_000  # decisions at one instant, after which the planner is taken to be stuck
@@ -55,16 +55,6 @@ class Record:
 
 
 @dataclass(slots=True)
-class TimelinePoint:
-    """Sums over the busy time that fell into one slice of virtual time."""
-
-    busy: float = 0.0
-    running: float = 0.0  # sequence-seconds
-    kv_usage: float = 0.0  # share-seconds
-    waiting: float = 0.0  # request-seconds in the planner's queue
-
-
-@dataclass(slots=True)
 class Replay:
     """A finished run.
 
@@ -77,18 +67,13 @@ class Replay:
     workload: Workload
     profile: Profile
     records: list[Record]
+    timeline: Timeline
     steps: int = 0
     preemptions: int = 0
     busy: float = 0.0
     ended_at: float = 0.0
     floor_debt: dict[str, float] = field(default_factory=dict)
     decision_ns: array[int] = field(default_factory=lambda: array("q"))
-    timeline: dict[int, TimelinePoint] = field(default_factory=lambda: defaultdict(TimelinePoint))
-
-    @property
-    def slice(self) -> float:
-        """Seconds of virtual time per point of the timeline."""
-        return self.workload.span / TIMELINE_POINTS
 
 
 class FloorWatch:
@@ -132,7 +117,8 @@ class _Run:
         ]
         self._cancels = workload.cancels
         self._cancelled = 0  # how many of them have come
-        self._result = Replay(policy.name, workload, profile, self._records)
+        timeline = Timeline(workload.span / TIMELINE_SLICES)
+        self._result = Replay(policy.name, workload, profile, self._records, timeline)
         self._floors = FloorWatch(workload.tiers)
         self._planner = Planner(profile.capacity, workload.tiers, policy, pool=profile.name)
         self._machine = Machine(profile.capacity, profile.cost, profile.pipelined)
@@ -144,6 +130,7 @@ class _Run:
         self._step_begun = 0.0
         self._step_end: float | None = None
         self._running_in_step = 0
+        self._kv_in_step = 0.0
         self._news = False  # tokens were made that the planner has not heard of
         self._fixed = 0.0  # base cost of all steps so far, per sequence that ran in them
         self._fixed_at_start: dict[str, float] = {}
@@ -192,6 +179,7 @@ class _Run:
             self._step_begun = self._now
             self._step_end = self._now + cost
             self._running_in_step = len(self._machine.running)
+            self._kv_in_step = self._machine.kv_usage
 
     def _end_step(self) -> None:
         now, machine = self._now, self._machine
@@ -260,11 +248,8 @@ class _Run:
         result = self._result
         result.busy += elapsed
         result.preemptions += step.preemptions
-        point = result.timeline[int(self._now / result.slice)]
-        point.busy += elapsed
-        point.running += elapsed * self._running_in_step
-        point.kv_usage += elapsed * self._machine.kv_usage
-        point.waiting += elapsed * self._planner.waiting()
+        running, kv_usage = self._running_in_step, self._kv_in_step
+        result.timeline.add(self._step_begun, self._now, running, kv_usage, self._planner.waiting())
         self._floors.look(self._planner.books)
 
     # --- the planner ----------------------------------------------------------------------------------------------

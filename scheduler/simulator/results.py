@@ -38,7 +38,11 @@ class TierResult:
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """Rates are over the arrival span. `value`: attained requests over all, both weighted by tier weight."""
+    """Rates are over the arrival span. `value`: attained requests over all, both weighted by tier weight.
+
+    Averages over the busy time are `mean_batch` (sequences), `mean_kv_usage` (share of the pool) and `mean_waiting`
+    (requests in the queue).
+    """
 
     throughput_rps: float
     throughput_tps: float
@@ -47,7 +51,10 @@ class PolicyResult:
     preemptions: int
     decision_us: Percentiles
     mean_batch: float
+    mean_kv_usage: float
+    mean_waiting: float
     busy: float  # share of the run in which a step was running
+    duration: float  # seconds from the first arrival to the end of the last step
     tiers: Mapping[str, TierResult]
 
 
@@ -60,6 +67,7 @@ def judge(replay: Replay) -> PolicyResult:
     kept = {name: sum(attained(record, tiers[name]) for record in records) for name, records in by_tier.items()}
     finished = [record for record in replay.records if record.last_token is not None]
     shares = _shares(replay)
+    total, busy = replay.timeline.total(), replay.busy or math.inf
     return PolicyResult(
         throughput_rps=len(finished) / span,
         throughput_tps=sum(tokens_of(record) for record in finished) / span,
@@ -67,8 +75,11 @@ def judge(replay: Replay) -> PolicyResult:
         value=weighted_value(kept, {name: len(records) for name, records in by_tier.items()}, tiers),
         preemptions=replay.preemptions,
         decision_us=_decision_us(replay),
-        mean_batch=sum(point.running for point in replay.timeline.values()) / replay.busy if replay.busy else 0.0,
+        mean_batch=total.running / busy,
+        mean_kv_usage=total.kv_usage / busy,
+        mean_waiting=total.waiting / busy,
         busy=replay.busy / replay.ended_at if replay.ended_at else 0.0,
+        duration=replay.ended_at,
         tiers={name: _tier_result(by_tier[name], kept[name], *shares[name]) for name in tiers},
     )
 

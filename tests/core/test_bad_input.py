@@ -87,9 +87,7 @@ def test_weights_that_change_while_requests_wait_rule_from_then_on_and_lose_nobo
 
     All that the tiers differ in is their weight: nothing is kept for one of them.
     """
-    alike = replace(
-        TIERS["bronze"], on_infeasible=OnInfeasible.LATE, queue_max_wait=1e4, ttft=1e3, e2e=1e3, floor=0.0
-    )
+    alike = replace(TIERS["bronze"], on_infeasible=OnInfeasible.LATE, queue_max_wait=1e4, ttft=1e3, e2e=1e3, floor=0.0)
     tiers = {name: replace(alike, name=name, rank=tier.rank) for name, tier in TIERS.items()}
     one = tiers | {"silver": replace(tiers["silver"], weight=90), "bronze": replace(tiers["bronze"], weight=10)}
     two = tiers | {"silver": replace(tiers["silver"], weight=10), "bronze": replace(tiers["bronze"], weight=90)}

@@ -192,7 +192,7 @@ def test_every_request_ends_once_and_all_engine_time_is_accounted_for(policy: st
     assert all((record.last_token is None) == (record.refusal is not None) for record in done.records)
     assert done.preemptions == 0
     assert sum(record.service for record in done.records) == pytest.approx(done.busy)
-    assert sum(point.busy for point in done.timeline.values()) == pytest.approx(done.busy)
+    assert done.timeline.total().busy == pytest.approx(done.busy)
 
 
 def test_the_same_workload_gives_the_same_records() -> None:

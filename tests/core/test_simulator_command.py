@@ -137,19 +137,13 @@ def test_a_trace_that_is_none_is_refused(tmp_path: Path) -> None:
         replay(path)
 
 
-def test_the_page_of_charts_needs_nothing_from_outside(trace: Path, tmp_path: Path) -> None:
+def test_the_page_of_charts_is_written_beside_the_results(trace: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    replay(trace, "--rho", "1.3", "--policy", "continuous", "--policy", "priority", "--html", page)
-    text = page.read_text()
-    for heading in (
-        "Attainment by tier",
-        "Latency of vip",
-        "Sequences per step",
-        "KV pool",
-        "Latency against throughput",
-    ):
-        assert f"<h2>{heading}</h2>" in text
-    assert "<script src" not in text and "<link" not in text
+    text = replay(trace, "--rho", "1.3", "--policy", "continuous", "--policy", "priority", "--html", page)
+    written = page.read_text(encoding="utf-8")
+    assert "<h2>Attainment by tier and policy</h2>" in written
+    assert "all figures are predictions of h100-8b, derived from datasheets, not measured" in text
+    assert "Predicted by h100-8b, derived from datasheets, not measured." in written
 
 
 def test_a_long_run_says_how_far_it_is(
@@ -161,3 +155,12 @@ def test_a_long_run_says_how_far_it_is(
     said = capsys.readouterr().err
     assert "continuous: 100 of 150" in said
     assert said.count("continuous: 150 of 150") == 1
+
+
+def test_a_policy_that_is_named_twice_runs_once(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("scheduler.management.commands.replay.PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr("scheduler.simulator.replay.PROGRESS_EVERY", 100)
+    replay(trace, "--policy", "priority", "--policy", "priority", "--no-bound")
+    assert capsys.readouterr().err.count("priority: 150 of 150") == 1

@@ -117,7 +117,7 @@ class Command(BaseCommand):
         try:
             replays = [
                 self._replay(workload, profile, PolicyConfig(**{**policy, "name": name}))
-                for name in options.policies or POLICIES
+                for name in dict.fromkeys(options.policies or POLICIES)
             ]
         finally:
             gc.unfreeze()
