@@ -7,7 +7,7 @@
 
 Children run in process groups of their own, so that only the supervisor gets the terminal's Ctrl-C. It is a child
 subreaper: what a killed child leaves behind (an engine's processes) becomes its own child, and is ended. A child whose
-supervisor is killed gets SIGTERM from the kernel.
+supervisor is killed gets SIGTERM from the kernel, and the next supervisor waits for its end (`leftovers.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -99,7 +99,10 @@ class Readiness:
 
 
 class Supervisor:
-    """See the module text. `ready_line` is printed once, when `probe` first says that the product serves."""
+    """See the module text. `ready_line` is printed once, when `probe` first says that the product serves.
+
+    `note_children` is told the pids by name whenever they have changed.
+    """
 
     def __init__(
         self,
@@ -109,12 +112,14 @@ class Supervisor:
         ready_line: str,
         stop_listening: Callable[[], None],
         end_orphans: Callable[[], object],
+        note_children: Callable[[Mapping[str, int]], object],
     ) -> None:
         self._children = [Child(spec) for spec in specs]
         self._probe = probe
         self._ready_line = ready_line
         self._stop_listening = stop_listening
         self._end_orphans = end_orphans
+        self._note_children = note_children
         self._logs = LogWriter(sys.stdout.fileno())
         self._stopping = asyncio.Event()
         self._impatient = False
@@ -162,6 +167,7 @@ class Supervisor:
         child.started_at = time.monotonic()
         child.was_ready = False
         child.gone.clear()
+        self._note()
 
     async def _watch(self) -> None:
         """Follow readiness: say it once, start the background children, remember who was part of it."""
@@ -184,6 +190,10 @@ class Supervisor:
                 self._start_stage(Stage.BACKGROUND)
             await asyncio.sleep(POLL_RUNNING if now.ready else POLL_STARTING)
 
+    def _note(self) -> None:
+        running = {child.spec.name: child.process.pid for child in self._children if child.process is not None}
+        self._note_children(running)
+
     def _note_ready(self) -> None:
         for child in self._children:
             # Background children take no part in readiness: a life without a fall is all they can show.
@@ -203,6 +213,7 @@ class Supervisor:
     def _buried(self, child: Child, code: int) -> None:
         child.process = None
         child.gone.set()
+        self._note()
         if self._stopping.is_set():
             return
         delay = restart_delay(child, time.monotonic())

@@ -23,12 +23,13 @@ FILE = "engine-pids.json"
 KILL_WAIT = 5.0  # seconds that the kernel may take to remove a killed process
 SAME_START = 0.05  # seconds by which two readings of a process' start time may differ
 
-Records = dict[str, list[dict[str, float]]]
+Entry = dict[str, float]  # `pid` and `started`, Unix time
+Records = dict[str, list[Entry]]
 
 
 def record(run_dir: Path, scheduler: str, pids: Iterable[int]) -> None:
     """Write down the processes of `scheduler`'s engines; replaces what was there. Pids that are gone are left out."""
-    entries = [entry for pid in sorted(set(pids)) if (entry := _entry(pid)) is not None]
+    entries = [entry for pid in sorted(set(pids)) if (entry := identify(pid)) is not None]
     with _locked(run_dir):
         records = _read(run_dir)
         if entries:
@@ -53,7 +54,7 @@ def kill_stale(run_dir: Path, scheduler: str | None = None) -> list[int]:
     with _locked(run_dir):
         records = _read(run_dir)
         names = list(records) if scheduler is None else [scheduler]
-        stale = [process for name in names for entry in records.pop(name, []) if (process := _alive(entry))]
+        stale = [process for name in names for entry in records.pop(name, []) if (process := find(entry))]
         for process in stale:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -64,15 +65,16 @@ def kill_stale(run_dir: Path, scheduler: str | None = None) -> list[int]:
     return [process.pid for process in stale]
 
 
-def _entry(pid: int) -> dict[str, float] | None:
+def identify(pid: int) -> Entry | None:
+    """What tells this process from a later one of the same pid; None if it is gone."""
     try:
         return {"pid": pid, "started": psutil.Process(pid).create_time()}
     except psutil.NoSuchProcess:
         return None
 
 
-def _alive(entry: dict[str, float]) -> psutil.Process | None:
-    """The very process of the record, not one that got its pid later."""
+def find(entry: Entry) -> psutil.Process | None:
+    """The very process that was identified, not one that got its pid later; None if it has ended."""
     try:
         process = psutil.Process(int(entry["pid"]))
         same = abs(process.create_time() - entry["started"]) < SAME_START

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from tests.faults.load import Fate, Load
 from tests.faults.patient import CONCURRENCY, Patient, installed, wait_for
 
 CALLERS = 20
-VICTIMS = {"scheduler": 10, "web-1": 4, "web-2": 4, "tasks": 1, "beat": 1, "up": 2}  # weights
-PATIENCE = 0.8  # chance to wait until the product is whole again before the next kill
+WEIGHTS = {"scheduler": 10, "web-1": 4, "web-2": 4, "tasks": 1, "beat": 1, "up": 2}
+KINDS = (("scheduler",), ("web-1", "web-2"), ("tasks",), ("beat",), ("up",))
+AT_LEAST = 2  # kills of each kind, where there are as many
+PATIENCE = 0.8  # chance to wait until the product is whole and at work again before the next kill
 
 
 @dataclass
@@ -66,7 +69,7 @@ def run(kills: int, seed: int, *, most_pause: float = 1.5) -> Outcome:
         patient.start()
         patient.be_whole()
         with Load(patient.url, patient.keys["prod"], CALLERS, seed) as load:
-            _kill_again_and_again(patient, outcome, kills, random.Random(seed), most_pause)
+            _kill_again_and_again(patient, load, outcome, kills, random.Random(seed), most_pause)
             patient.be_whole()
             time.sleep(1.0)  # a last second of work: what is leaked shows only then
         patient.idle()
@@ -84,29 +87,36 @@ def run(kills: int, seed: int, *, most_pause: float = 1.5) -> Outcome:
     return outcome
 
 
-def _kill_again_and_again(patient: Patient, outcome: Outcome, kills: int, dice: random.Random, most: float) -> None:
-    names, weights = list(VICTIMS), list(VICTIMS.values())
-    every = [name for name in names if name != "beat"] if kills >= len(names) else []
-    dice.shuffle(every)
-    while outcome.kills.total() < kills:
+def victims(kills: int, dice: random.Random) -> list[str]:
+    """Who is killed, in order: each kind of process at least twice, beyond that by weight."""
+    due = [dice.choice(kind) for kind in KINDS for _ in range(AT_LEAST)] if kills >= AT_LEAST * len(KINDS) else []
+    chosen = due + dice.choices(list(WEIGHTS), list(WEIGHTS.values()), k=kills - len(due))
+    dice.shuffle(chosen)
+    return chosen
+
+
+def _kill_again_and_again(
+    patient: Patient, load: Load, outcome: Outcome, kills: int, dice: random.Random, most: float
+) -> None:
+    for victim in victims(kills, dice):
         if dice.random() < PATIENCE:
             patient.be_whole()
+            before = load.answered()
+            wait_for(lambda: load.answered() > before)  # noqa: B023 - at once: it is at work again
         time.sleep(dice.uniform(0.0, most))
-        victim = every[-1] if every else dice.choices(names, weights)[0]
-        if patient.kill(victim):
-            outcome.kills[victim] += 1
-            every = every[:-1]
+        wait_for(partial(patient.kill, victim))  # it may not be back from a kill before
+        outcome.kills[victim] += 1
 
 
 def _leaks(patient: Patient) -> Iterator[str]:
     """All slots of the tenant are free: so many requests are served at a time, and one more is not."""
     headers = {"authorization": f"Bearer {patient.keys['prod']}"}
-    body = {"model": "demo", "messages": [{"role": "user", "content": "word"}], "max_tokens": 60, "stream": True}
+    body = {"model": "demo", "messages": [{"role": "user", "content": "word"}], "max_tokens": 2, "stream": True}
     with httpx.Client(base_url=patient.url, headers=headers, timeout=60) as client, contextlib.ExitStack() as open_now:
         for number in range(CONCURRENCY + 1):
             if number == CONCURRENCY:
                 wait_for(lambda: patient.busy() == CONCURRENCY)
-            kept = body | {"simulate": {"pace": 1.0}} if number < CONCURRENCY else body | {"stream": False}
+            kept = body | {"simulate": {"hang_at": 1}} if number < CONCURRENCY else body | {"stream": False}
             answer = open_now.enter_context(client.stream("POST", "/v1/chat/completions", json=kept))
             wanted = 200 if number < CONCURRENCY else 429
             if answer.status_code != wanted:

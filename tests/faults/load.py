@@ -67,6 +67,9 @@ class Load:
         self._thread.join(PATIENCE + 30)
         assert not self._thread.is_alive()
 
+    def answered(self) -> int:
+        return self.fates()[Fate.ANSWERED]
+
     def fates(self) -> Counter[Fate]:
         return Counter(receipt.fate for receipt in self.receipts)
 
@@ -83,7 +86,7 @@ class Load:
             await one_request(client, dice, receipt)
             self.receipts.append(receipt)
             if receipt.fate not in (Fate.ANSWERED, Fate.LEFT):
-                await asyncio.sleep(0.5)  # as a client does that is told to come back
+                await asyncio.sleep(1.0)  # as a client does that is told to come back
 
 
 async def one_request(client: httpx.AsyncClient, dice: random.Random, receipt: Receipt) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,7 @@ DOCUMENT = {
 
 
 class Patient:
-    """The product that is hurt, in a data directory of its own. It is started again when all of it has died."""
+    """The product that is hurt, in a data directory of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.data_dir = folder
@@ -77,11 +79,13 @@ class Patient:
         self.url = f"http://127.0.0.1:{self.port}"
         self._started: list[Product] = []  # the last one may be alive
         self._seen: set[int] = set()
-        self._manage("migrate", "-v0")
-        path = folder / "apply.yaml"
-        path.write_text(yaml.safe_dump(DOCUMENT))
-        created = json.loads(self._manage("apply", str(path), "--json"))["created"]["keys"]
-        self.keys = {key["name"]: key["key"] for key in created}
+        # One for all: making a client costs more than a hundred questions. No connection outlives its answer.
+        self._client = httpx.Client(base_url=self.url, limits=httpx.Limits(max_keepalive_connections=0))
+        if "HARNESS_DATABASE_URL" in os.environ:
+            self.keys = _install(folder)
+        else:
+            template, self.keys = _template()
+            shutil.copytree(template, folder, dirs_exist_ok=True)
 
     def kill(self, name: str) -> bool:
         """SIGKILL; False if it does not run at the moment."""
@@ -91,7 +95,7 @@ class Patient:
             self._product.process.wait()
             self.start()
             return True
-        pid = self._pid(name)
+        pid = self.pid(name)
         if pid is None:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -102,14 +106,14 @@ class Patient:
         """Wait until every process is there and requests are answered."""
         until = time.monotonic() + BACK_WITHIN
         while not self._is_whole():
-            assert time.monotonic() < until, f"it did not come back:\n{self._product.output[-4000:]}"
+            assert time.monotonic() < until, f"it did not come back:\n{self.output[-4000:]}"
             time.sleep(0.1)
 
     def idle(self) -> None:
         """Wait until nothing waits or runs and everything is in the database."""
         until = time.monotonic() + BACK_WITHIN
         while self._unsettled():
-            assert time.monotonic() < until, f"it does not settle:\n{self._product.output[-4000:]}"
+            assert time.monotonic() < until, f"it does not settle:\n{self.output[-4000:]}"
             time.sleep(0.1)
 
     def get(self, path: str) -> Any:
@@ -118,7 +122,7 @@ class Patient:
     def text(self, path: str) -> str:
         """What an operator is answered."""
         headers = {"authorization": f"Bearer {self.keys['ops']}"}
-        return httpx.get(self.url + path, headers=headers, timeout=30).raise_for_status().text
+        return self._client.get(path, headers=headers, timeout=30).raise_for_status().text
 
     def stop(self) -> int:
         return self._product.stop()
@@ -135,25 +139,33 @@ class Patient:
                     os.kill(pid, signal.SIGKILL)
         for product in self._started:
             product.release()
+        self._client.close()
 
     def start(self) -> None:
         options = ["--engine", "simulated", "--no-seed", "--workers", "2"]
         self._started.append(Product(options, data_dir=self.data_dir, port=self.port, seen=self._seen))
 
     @property
+    def output(self) -> str:
+        """What the product that runs now has said."""
+        return self._product.output
+
+    @property
+    def starts(self) -> int:
+        return len(self._started)
+
+    @property
     def _product(self) -> Product:
         return self._started[-1]
 
     def _is_whole(self) -> bool:
-        if self._product.process.poll() is not None:  # its port was still in use: as a service manager does
-            time.sleep(0.5)
-            self.start()
+        assert self._product.process.poll() is None, f"it gave up:\n{self.output[-4000:]}"
         with contextlib.suppress(httpx.TransportError, ValueError):
-            if httpx.get(f"{self.url}/readyz", timeout=5).status_code == 200:
-                return all(self._pid(name) for name in PROCESSES)
+            if self._client.get("/readyz", timeout=5).status_code == 200:
+                return all(self.pid(name) for name in PROCESSES)
         return False
 
-    def _pid(self, name: str) -> int | None:
+    def pid(self, name: str) -> int | None:
         """The process that does this work now. Celery overwrites its environment with a title, which tells as much."""
         if name not in ("tasks", "beat"):
             return self._product.pid_of(name)
@@ -174,12 +186,30 @@ class Patient:
         except httpx.HTTPStatusError:  # a key that is not known yet cannot be checked while the database is away
             return True
 
-    def _manage(self, *arguments: str) -> str:
-        environment = os.environ | {"HARNESS_DATA_DIR": str(self.data_dir)}
-        command = [sys.executable, str(ROOT / "manage.py"), *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+
+def _install(folder: Path) -> dict[str, str]:
+    """Make database and secrets in a data directory; the keys by name."""
+    path = folder / "apply.yaml"
+    path.write_text(yaml.safe_dump(DOCUMENT))
+    _manage(folder, "migrate", "-v0")
+    created = json.loads(_manage(folder, "apply", str(path), "--json"))["created"]["keys"]
+    return {key["name"]: key["key"] for key in created}
+
+
+@cache
+def _template() -> tuple[Path, dict[str, str]]:
+    """A data directory with the embedded database, to be copied: to make one takes longer than many a test."""
+    folder = Path(tempfile.mkdtemp(prefix="hk-", dir="/tmp"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder, _install(folder)
+
+
+def _manage(data_dir: Path, *arguments: str) -> str:
+    environment = os.environ | {"HARNESS_DATA_DIR": str(data_dir)}
+    command = [sys.executable, str(ROOT / "manage.py"), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ def test_whatever_is_killed_the_ledger_has_what_the_engine_delivered(capsys: pyt
         print(f"\n{outcome.table()}")  # noqa: T201 - what was found is worth reading also when nothing is wrong
     assert outcome.wrong == []
     assert outcome.kills.total() == KILLS
-    assert {"scheduler", "web-1", "tasks", "up"} <= outcome.kills.keys()
+    assert all(sum(outcome.kills[name] for name in kind) >= 2 for kind in killing.KINDS)
     assert outcome.audit.interrupted > 0
     assert outcome.fates[Fate.ANSWERED] > 0
     assert outcome.audit.tokens > 1_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from harness_web import leftovers
 from harness_web.supervisor import CALM, MAX_BACKOFF, Child, Spec, Stage, restart_delay
 from tests.faults.conftest import alive
 
@@ -97,13 +99,45 @@ def test_a_second_signal_stops_at_once(ready_toy: Toy, eventually: Eventually) -
     assert [pid for pid in ready_toy.everything() if alive(pid)] == []
 
 
-def test_children_end_when_the_supervisor_is_killed(ready_toy: Toy, eventually: Eventually) -> None:
-    edge = ready_toy.pids("edge.pids")[0]
+def test_children_end_when_the_supervisor_is_killed_and_the_next_one_sees_to_it(ready_toy: Toy) -> None:
+    """Those that were told to end and do so are waited for; the deaf one is killed."""
+    said: list[str] = []
     ready_toy.process.kill()
-    eventually(lambda: not alive(edge))
-    for pid in ready_toy.everything():  # deaf by design
-        if alive(pid):
-            os.kill(pid, signal.SIGKILL)
+    ready_toy.process.wait()
+    leftovers.wait_for_end(ready_toy.folder, said.append, patience=1.0)
+    children = [pid for name in ("edge", "engine", "deaf") for pid in ready_toy.pids(f"{name}.pids")]
+    assert [pid for pid in children if alive(pid)] == []
+    assert set((ready_toy.folder / "stops").read_text().split()) == {"edge.pids", "engine.pids"}
+    assert said[-1] == "killing deaf: not ended within 1 s"
+    for pid in ready_toy.pids("engine.pids.engine"):  # deaf by design, and no child of the supervisor
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_after_an_orderly_stop_nobody_is_waited_for(ready_toy: Toy) -> None:
+    ready_toy.stop()
+    said: list[str] = []
+    leftovers.wait_for_end(ready_toy.folder, said.append)
+    assert said == []
+
+
+def test_a_process_that_got_the_pid_of_a_child_is_neither_waited_for_nor_killed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], process_group=0) as stranger:
+        leftovers.note(tmp_path, {"edge": stranger.pid})
+        path = tmp_path / leftovers.FILE
+        noted = json.loads(path.read_text())
+        noted["edge"]["started"] -= 60
+        path.write_text(json.dumps(noted))
+        leftovers.wait_for_end(tmp_path, lambda _: None, patience=0.0)
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}"])
+def test_a_record_of_nobody_is_nobody(tmp_path: Path, content: str) -> None:
+    (tmp_path / leftovers.FILE).write_text(content)
+    said: list[str] = []
+    leftovers.wait_for_end(tmp_path, said.append)
+    assert said == []
 
 
 def test_logs_are_whole_lines_with_the_name_in_front(toy: Toy) -> None:

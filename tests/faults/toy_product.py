@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 from pathlib import Path
 
+from harness_web import leftovers
 from harness_web.supervisor import Readiness, Spec, Stage, Supervisor
 
 NOTE = (
@@ -60,6 +62,7 @@ def main(folder: Path) -> None:
         ready_line="ready toy",
         stop_listening=(folder / "closed").touch,
         end_orphans=(folder / "swept").touch,
+        note_children=partial(leftovers.note, folder),
     )
     asyncio.run(supervisor.run())
 

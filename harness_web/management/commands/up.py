@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from django.conf import settings
 from django.core.management.base import BaseCommand
 
-from harness_web import bootstrap, serve
+from harness_web import bootstrap, leftovers, serve
 from harness_web.accounts import setup_link
 from harness_web.bootstrap import Demo, UpError
 from harness_web.probe import probe
@@ -57,6 +57,7 @@ class Command(BaseCommand):
         host, workers = options["host"], options["workers"]
         if workers < 1:
             raise UpError("--workers must be at least 1.")
+        leftovers.wait_for_end(settings.HARNESS_RUN_DIR, self._say)
         listener = bootstrap.listen(host, options["port"])
         url = base_url(listener, host)
         self._prepare(options)
@@ -69,6 +70,7 @@ class Command(BaseCommand):
             ready_line=ready_line,
             stop_listening=listener.close,
             end_orphans=partial(kill_stale, settings.HARNESS_RUN_DIR),
+            note_children=partial(leftovers.note, settings.HARNESS_RUN_DIR),
         )
         asyncio.run(supervisor.run())
 
