@@ -84,8 +84,8 @@ CHAT: tuple[Parameter, ...] = (
     _supported(
         "response_format",
         "`text`, `json_object`, `json_schema`. The answer is held to the schema whether `strict` is given or not; with "
-        "`strict` the schema must also close its objects and require all properties. What does not compile within two "
-        "seconds is refused.",
+        "`strict` the schema must also close its objects and require all properties. What takes more than a second to "
+        "compile is refused.",
         {"type": "json_object"},
         JSON_SCHEMA,
     ),

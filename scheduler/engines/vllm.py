@@ -71,6 +71,7 @@ from scheduler.engines.vllm_options import (
 LONG_PROMPT = 20_000  # characters from which on a prompt must not stand before short ones
 SHUTDOWN_SECONDS = 10.0  # that the engine's processes get to end by themselves; they take 5 on the CPU
 SEEDS = range(-(2**63), 2**63)
+GREEDY_BELOW = 1e-5  # temperatures that vLLM takes for 0
 
 # vLLM's start touches state of the whole process (logging, current configuration, environment): one at a time.
 _one_start = threading.Lock()
@@ -117,6 +118,8 @@ def _load() -> SimpleNamespace:
         raise EngineStartError(
             f"vLLM cannot be loaded: {error}.", hint="Its build does not fit this machine; install it again."
         ) from error
+    # Grammars are tried out in the box: not once more on the loop of the scheduler, for as long as that may take.
+    backend_xgrammar.validate_xgrammar_grammar = lambda _: None
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of long prompts, which we refuse
     return SimpleNamespace(
         AsyncEngineArgs=arg_utils.AsyncEngineArgs,
@@ -216,12 +219,12 @@ class VllmEngine:
         llm = self._alive()
         if prompt.simulate is not None:
             raise PromptError("Only the simulated engine takes `simulate`.", param="simulate")
-        await self._check(sampling)
         limit = llm.model_config.max_model_len - 1  # one token of output must fit
         length = characters(prompt.messages) + len(sampling.tools.functions if sampling.tools else "")
         most = llm.renderer.tokenizer.max_chars_per_token
         if length > most * limit:  # tokenising it would take seconds to learn the same
             raise PromptTooLongError(-(-length // most), limit, param="messages", at_least=True)
+        await self._check(sampling)
         engine_input = await self._tokenise(prompt, sampling.tools, long=length > LONG_PROMPT)
         tokens = len(engine_input["prompt_token_ids"])
         if tokens > limit:
@@ -249,7 +252,8 @@ class VllmEngine:
         self._work.handed_over()
         try:
             async for output in stream:
-                cached = output.num_cached_tokens or cached
+                if output.outputs and output.outputs[0].index == 0:  # the others find what the first has computed
+                    cached = output.num_cached_tokens or cached
                 over = output.finished
                 prompt = len(output.prompt_token_ids) - len(request.produced)
                 for answer in output.outputs:
@@ -292,8 +296,9 @@ class VllmEngine:
         with _one_start:
             self._log.open("vllm")
             log = api.LoggingConfig(configure_logging=True, pylogging_config_file=str(self._log.configuration))
-            # The one compiler whose grammars are tried out in the box, and no other in its place.
-            outputs = api.StructuredOutputsConfig(backend="xgrammar")
+            # The one compiler whose grammars are tried out in the box, and no other in its place. Without blanks: a
+            # model that likes them would write nothing else.
+            outputs = api.StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True)
             config = api.AsyncEngineArgs(
                 **self._arguments, logging_config=log, structured_outputs_config=outputs
             ).create_engine_config()
@@ -317,7 +322,10 @@ class VllmEngine:
         self._guard = ChatGuard([*special, *tokenizer.all_special_tokens])
         self._speller = TokenSpeller(tokenizer)
         self._parser = self._api.ParserManager.get_parser(
-            tool_parser_name=self._tool_parser, enable_auto_tools=True, tokenizer=tokenizer
+            tool_parser_name=self._tool_parser,
+            enable_auto_tools=True,
+            tokenizer=tokenizer,
+            tool_strict_level="parameter",  # arguments obey their schema, whether `strict` is given or not
         )
         self._pids = _family(process.pid for process in llm.engine_core.resources.engine_manager.processes)
 
@@ -414,12 +422,16 @@ class VllmEngine:
         `produced`: tokens of the answer that are there already.
         """
         defaults = self._defaults
+        temperature = defaults.get("temperature", 1.0) if sampling.temperature is None else sampling.temperature
+        top_k = defaults.get("top_k", 0)
+        if sampling.n > 1 and temperature < GREEDY_BELOW:
+            temperature, top_k = 1.0, 1  # vLLM samples several answers only; among one token that is greedy
         return self._api.SamplingParams.from_optional(
             n=sampling.n,
             max_tokens=(sampling.max_tokens or 1) - produced,
-            temperature=defaults.get("temperature", 1.0) if sampling.temperature is None else sampling.temperature,
+            temperature=temperature,
             top_p=defaults.get("top_p", 1.0) if sampling.top_p is None else sampling.top_p,
-            top_k=defaults.get("top_k", 0),
+            top_k=top_k,
             min_p=defaults.get("min_p", 0.0),
             repetition_penalty=defaults.get("repetition_penalty", 1.0),
             presence_penalty=sampling.presence_penalty,

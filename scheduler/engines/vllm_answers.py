@@ -26,6 +26,7 @@ from scheduler.engines.base import (
 from scheduler.engines.logprobs import LogprobTail
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
+THEIR_PREFIX, OUR_PREFIX = "chatcmpl-tool-", "call_"  # of the ids of tool calls
 
 
 class AnswerReader:
@@ -140,7 +141,18 @@ def tool_request(api: Any, parser: Any, tokenizer: Any, tools: Tools, constraint
     )
     request.structured_outputs = constraint
     request = parser(tokenizer, request.tools).adjust_request(request)
+    if request.structured_outputs is not None and request.structured_outputs.structural_tag is not None:
+        request.structured_outputs.structural_tag = _without_blanks(request.structured_outputs.structural_tag)
     return ToolRequest(parser, request, request.structured_outputs, tokenizer)
+
+
+def _without_blanks(tag: str) -> str:
+    """The structural tag with at most one blank in a row in its JSON: a model that likes them would write no more."""
+
+    def bound(entry: dict[str, Any]) -> dict[str, Any]:
+        return entry | {"max_whitespace_cnt": 1} if entry.get("type") == "json_schema" else entry
+
+    return json.dumps(json.loads(tag, object_hook=bound))
 
 
 class ToolReader:
@@ -168,4 +180,5 @@ class ToolReader:
         if part.index in self._known:
             return ToolCallDelta(part.index, arguments=arguments)
         self._known.add(part.index)
-        return ToolCallDelta(part.index, part.id or "", (function.name if function else None) or "", arguments)
+        id_ = (part.id or "").replace(THEIR_PREFIX, OUR_PREFIX, 1)
+        return ToolCallDelta(part.index, id_, (function.name if function else None) or "", arguments)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import json
 import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import msgspec
 import psutil
 import pytest
 import pytest_asyncio
@@ -23,23 +25,32 @@ from scheduler.clock import ManualClock, RealClock
 from scheduler.engines import create_engine
 from scheduler.engines.base import (
     ChatPrompt,
+    Delta,
     Engine,
     EngineRequest,
     EngineStartError,
     FinishReason,
+    JsonFormat,
     PromptError,
     PromptTooLongError,
     Sampling,
     Terms,
+    Tools,
 )
 from scheduler.engines.vllm import _step_logger, _Work
 from scheduler.engines.vllm_options import FIXED
-from tests.engines.contract import EngineContract, Rig, StepLog
+from tests.engines.contract import TIMEOUT, EngineContract, Rig, StepLog
 from tests.engines.third_party import VLLM_WARNINGS
 
 pytestmark = [pytest.mark.vllm, VLLM_WARNINGS]
 
-TINY: dict[str, Any] = {"max_seqs": 3, "step_tokens": 128, "kv_space_gib": 0.05, "max_model_len": 1024}
+TINY: dict[str, Any] = {
+    "tool_parser": "hermes",
+    "max_seqs": 3,
+    "step_tokens": 128,
+    "kv_space_gib": 0.05,
+    "max_model_len": 1024,
+}
 
 
 def build(options: dict[str, Any], steps: StepLog, data_dir: Path) -> Engine:
@@ -79,7 +90,9 @@ class TestVllm(EngineContract):
         """Greedy, and pushed to the one token that is `é`."""
         request = await self.request(engine, "multibyte")
         accent = engine._llm.renderer.tokenizer.convert_tokens_to_ids("Ã©")  # type: ignore[attr-defined]
-        return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, logit_bias={accent: 100.0}))
+        return dataclasses.replace(
+            request, sampling=msgspec.structs.replace(request.sampling, logit_bias={accent: 100.0})
+        )
 
     # --- what start() says ----------------------------------------------------------------------------------------
 
@@ -100,7 +113,7 @@ class TestVllm(EngineContract):
     async def test_long_prompts_are_rendered_alike_on_their_own_thread(self, rig: Rig) -> None:
         tokenise = rig.engine._tokenise  # type: ignore[attr-defined]
         prompt = user("How deep is the sea? 12345 " * 30)
-        short, long = await tokenise(prompt, long=False), await tokenise(prompt, long=True)
+        short, long = await tokenise(prompt, None, long=False), await tokenise(prompt, None, long=True)
         assert short["prompt_token_ids"] == long["prompt_token_ids"]
         assert "prompt" not in short, "the text must not travel on"
 
@@ -170,7 +183,7 @@ class TestVllm(EngineContract):
         texts = []
         for index, seed in enumerate((11, 11, 12)):
             request = await self.request(rig.engine, f"seeded-{index}", max_tokens=12, seed=seed)
-            sampling = dataclasses.replace(request.sampling, temperature=1.0)
+            sampling = msgspec.structs.replace(request.sampling, temperature=1.0)
             texts.append((await self.transcript(rig.engine, dataclasses.replace(request, sampling=sampling))).text)
         assert texts[0] == texts[1] != texts[2]
 
@@ -193,6 +206,104 @@ class TestVllm(EngineContract):
             await task
         await rig.steps.until(lambda report: report.running == 0 and report.waiting == 0, since)
         assert rig.engine._llm.get_num_unfinished_requests() == 0  # type: ignore[attr-defined]
+
+    # --- formats and tools ----------------------------------------------------------------------------------------
+
+    COLOR: ClassVar[dict[str, Any]] = {
+        "type": "object",
+        "properties": {"color": {"enum": ["red", "green"]}},
+        "required": ["color"],
+        "additionalProperties": False,
+    }
+
+    async def asked(self, rig: Rig, name: str, **wishes: Any) -> EngineRequest:
+        sampling = Sampling(max_tokens=200, temperature=0.0, **wishes)
+        rendered = await rig.engine.render(self.make_prompt(8), sampling)
+        return EngineRequest(name, rendered, sampling, 0, arrival=0.0)
+
+    async def test_a_schema_holds_the_answer(self, rig: Rig) -> None:
+        request = await self.asked(rig, "colored", format=JsonFormat(json.dumps(self.COLOR)))
+        answer = await self.transcript(rig.engine, request)
+        assert json.loads(answer.text)["color"] in ("red", "green")
+        assert answer.finished.reason is FinishReason.STOP
+
+    async def test_a_schema_is_compiled_in_other_processes_only(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import xgrammar
+
+        def here(*_: Any, **__: Any) -> None:
+            raise AssertionError("a grammar was compiled on the loop")
+
+        monkeypatch.setattr(xgrammar.Grammar, "from_json_schema", here)
+        schema = {**self.COLOR, "title": "not seen before"}
+        request = await self.asked(rig, "elsewhere", format=JsonFormat(json.dumps(schema)))
+        assert json.loads((await self.transcript(rig.engine, request)).text)
+
+    async def test_any_object_may_be_asked_for(self, rig: Rig) -> None:
+        answer = await self.transcript(rig.engine, await self.asked(rig, "object", format=JsonFormat()))
+        assert answer.text.lstrip().startswith("{")
+
+    @pytest.mark.parametrize("choice", ["required", "named:pick"])
+    async def test_a_tool_that_must_be_called_is_called(self, rig: Rig, choice: str) -> None:
+        functions = json.dumps([{"type": "function", "function": {"name": "pick", "parameters": self.COLOR}}])
+        request = await self.asked(rig, f"called-{choice[0]}", tools=Tools(functions, choice, parallel=False))
+        answer = await self.transcript(rig.engine, request)
+        (first, *rest) = [part for delta in answer.deltas for part in delta.tool_calls]
+        assert (first.index, first.name) == (0, "pick")
+        assert first.id
+        assert all((part.index, part.id, part.name) == (0, "", "") for part in rest)
+        assert json.loads("".join(part.arguments for part in (first, *rest)))["color"] in ("red", "green")
+        assert answer.text.strip() == ""
+        assert answer.finished.reason is FinishReason.TOOL_CALLS
+
+    async def test_tools_that_may_be_called_leave_text_as_it_is(self, rig: Rig) -> None:
+        functions = json.dumps([{"type": "function", "function": {"name": "pick", "parameters": self.COLOR}}])
+        sampling = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True, tools=Tools(functions))
+        rendered = await rig.engine.render(self.make_prompt(8), sampling)
+        answer = await self.transcript(rig.engine, EngineRequest("may-call", rendered, sampling, 0, arrival=0.0))
+        assert answer.finished.reason is FinishReason.LENGTH
+        assert answer.text
+
+    async def test_parts_and_tool_results_reach_the_template_and_nothing_stands_for_what_is_missing(
+        self, rig: Rig
+    ) -> None:
+        """FR-044."""
+        call = {"id": "c1", "type": "function", "function": {"name": "pick", "arguments": '{"color": "red"}'}}
+        messages: tuple[dict[str, Any], ...] = (
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "alpha"}, {"type": "text", "text": "beta"}]},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "gamma 42"},
+            {"role": "assistant", "content": ""},
+            {"role": "user", "content": "   "},
+        )
+        rendered = await rig.engine.render(ChatPrompt(messages), Sampling())
+        text = rig.engine._llm.renderer.tokenizer.decode(rendered.payload["prompt_token_ids"])  # type: ignore[attr-defined]
+        assert all(word in text for word in ("Be brief.", "alpha", "beta", "gamma 42"))
+        assert "None" not in text
+        assert "null" not in text
+
+    @pytest.mark.parametrize(
+        "schema",
+        [
+            {"type": "string", "pattern": "(a?b?c?d?){5000}"},
+            {"type": "string", "pattern": "(["},
+            {"allOf": [{"type": "string"}, {"type": "integer"}]},
+        ],
+    )
+    async def test_a_hostile_schema_is_refused_and_harms_nobody(self, rig: Rig, schema: dict[str, Any]) -> None:
+        """FR-048: within its bounds, while another stream goes on in the same processes."""
+        lives = await self.request(rig.engine, "lives", max_tokens=200)
+        async with self.stream(rig.engine, lives) as events:
+            with pytest.raises(PromptError) as refused:
+                async with asyncio.timeout(TIMEOUT):
+                    await rig.engine.render(self.make_prompt(1), Sampling(format=JsonFormat(json.dumps(schema))))
+            assert refused.value.param == "response_format"
+            assert isinstance(await anext(events), Delta)
+        assert all(psutil.pid_exists(pid) for pid in rig.limits.pids)
+        fine = await self.asked(rig, "fine-after", format=JsonFormat(json.dumps(self.COLOR)))
+        assert json.loads((await self.transcript(rig.engine, fine)).text)
 
     # --- the end: the last test of this class -----------------------------------------------------------------------
 
