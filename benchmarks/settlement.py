@@ -149,10 +149,18 @@ async def _measure(folder: Path, price: TokenPrice, *, power_loss: bool) -> Roun
 
 
 def _progress(settlement: Settlement, flights: Sequence[Flight]) -> float:
-    """Seconds of a commit of progress alone, as most steps are."""
+    """Seconds of a commit of progress alone, as most steps are. Each step is charged to those that it moves."""
+    from scheduler.core.service import Integrals, Meter
+
     settlement.begin([(one, _intent(one, None)) for one in flights])
+    integrals = Integrals()
+    for one in flights:
+        meter = Meter(integrals)
+        meter.join(100)
+        one.charged = meter.read
     began = time.perf_counter()
     for step in range(1, STEPS + 1):
+        integrals.a, integrals.index = step * 0.01, step
         _move(settlement, flights, step)
     return (time.perf_counter() - began) / STEPS
 

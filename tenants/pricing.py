@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
+
+import msgspec
 
 from .models import Price
 from .models.fields import DECIMALS
@@ -23,8 +24,7 @@ UNITS_OF_CHARGE = 10**4  # of 1e-14, in one of 1e-10
 EVERYBODY = ("", "")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPrice:
+class TokenPrice(msgspec.Struct, frozen=True, array_like=True):
     """A price as whole numbers: what a token costs, in 1e-14 of the currency. `id` is the price's row."""
 
     id: int

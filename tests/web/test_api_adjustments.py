@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from scheduler.models import Deployment
 from tenants.adjustments import correct_price
@@ -160,7 +161,7 @@ class TestAugust:
 
     def test_after_a_retroactive_correction(self, people: People, priced: Price) -> None:
         before, rows = self.report(people), list(UsageRecord.objects.order_by("pk").values())
-        assert correct_price(priced, replace(TokenPrice.of(priced), input=0), Act("user fay", "it was free"))
+        assert correct_price(priced, structs.replace(TokenPrice.of(priced), input=0), Act("user fay", "it was free"))
         assert self.report(people) == before
         assert list(UsageRecord.objects.order_by("pk").values()) == rows
         assert adjustments(people.fay)[0]["amount"] == "-1"
