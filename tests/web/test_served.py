@@ -249,7 +249,7 @@ def test_forwarded_addresses_are_not_believed(product: Product) -> None:
 
 
 def test_a_revoked_key_is_soon_refused_and_a_running_stream_ends_by_itself(product: Product) -> None:
-    """FR-001."""
+    """FR-001: it is metered once."""
     key = product.auth("acme/spare")
     body = {"model": "demo", "messages": HELLO, "stream": True, "simulate": {"tokens": 100, "pace": 0.05}}
     with httpx.stream("POST", product.url + "/v1/chat/completions", json=body, headers=key, timeout=30) as running:
@@ -259,6 +259,9 @@ def test_a_revoked_key_is_soon_refused_and_a_running_stream_ends_by_itself(produ
         product.apply({"version": 1, "tenants": [tenant]})
         eventually(lambda: httpx.get(product.url + "/v1/models", headers=key).status_code == 401)
         assert list(lines)[-2] == "data: [DONE]"
+        id = running.headers["x-request-id"]
+    rows = eventually(lambda: [row for row in product.records() if row["request_id"] == id])
+    assert [(row["status"], row["output_tokens"]) for row in rows] == [("finished", 100)]
 
 
 def test_a_change_of_config_is_in_force_without_a_restart(product: Product) -> None:
@@ -366,6 +369,7 @@ def ask(product: Product, key: str, *, stream: bool = False) -> httpx.Response:
 
 
 def test_fr_007_a_budget_is_spent_to_the_last_token_and_says_when_it_begins_anew(budgeted: Product) -> None:
+    """FR-007, FR-016."""
     with ThreadPoolExecutor(20) as pool:
         answers = list(pool.map(lambda _: ask(budgeted, "hooli/prod"), range(20)))
     refused = [answer for answer in answers if answer.status_code != 200]
@@ -382,6 +386,7 @@ def test_fr_007_a_budget_is_spent_to_the_last_token_and_says_when_it_begins_anew
 
 
 def test_fr_018_fr_030_a_budget_of_nothing_is_429_with_and_without_a_stream(budgeted: Product) -> None:
+    """FR-018, FR-030."""
     whole, stream = ask(budgeted, "piper/none"), ask(budgeted, "piper/none", stream=True)
     assert (whole.status_code, stream.status_code) == (429, 429)
     assert whole.json() == stream.json()
@@ -390,11 +395,13 @@ def test_fr_018_fr_030_a_budget_of_nothing_is_429_with_and_without_a_stream(budg
 
 
 def test_fr_019_a_missing_price_is_the_operators_matter(budgeted: Product) -> None:
+    """FR-019."""
     answer = ask(budgeted, "piper/priced")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_not_priced")
 
 
 def test_fr_040_the_official_client_asks_once_where_a_budget_is_spent(budgeted: Product) -> None:
+    """FR-040."""
     with openai.OpenAI(base_url=budgeted.url + "/v1", api_key=budgeted.keys["piper/none"]) as client:
         sent = counting(client)
         with pytest.raises(openai.RateLimitError) as caught:

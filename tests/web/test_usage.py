@@ -27,7 +27,7 @@ DOCUMENT: dict[str, Any] = {
             "slug": "acme",
             "name": "Acme",
             "tier": "vip",
-            "limits": {"tpm": 1_000_000},
+            "limits": {"tpm": 1_000_000, "budgets": [{"tokens": 10**9, "period": "total"}]},
             "keys": [{"name": "books", "scopes": ["usage"]}],
         },
         {"slug": "globex", "name": "Globex", "tier": "free", "keys": [{"name": "books", "scopes": ["usage"]}]},
@@ -104,6 +104,13 @@ def row(product: Product, id: str) -> dict[str, Any]:
     return eventually(ledger)
 
 
+def budget(product: Product) -> tuple[int, int]:
+    """What is used and what is reserved of acme's budget."""
+    limits = product.get("/v1/limits", "acme/prod").json()["limits"]
+    (one,) = [limit for limit in limits if limit["kind"] == "budget"]
+    return one["used"], one["reserved"]
+
+
 def test_figures_are_there_within_five_seconds_and_add_up(product: Product, since: int) -> None:
     for _ in range(3):
         assert chat(product).status_code == 200
@@ -129,6 +136,7 @@ def test_callers_tag_their_requests_with_a_project(product: Product, since: int)
 
 @pytest.mark.parametrize("width", ["1m", "1h", "1d"])
 def test_buckets_are_aligned_and_empty_ones_left_out(product: Product, since: int, width: str) -> None:
+    """FR-067: a report says its zone, its start and its end."""
     chat(product)
     eventually(lambda: requests(product, since) == 1)
     day = since - since % 86_400
@@ -213,23 +221,29 @@ def test_rows_are_exported_as_csv_and_json(product: Product, since: int) -> None
 
 def test_what_the_client_sees_and_what_is_metered_are_independent(product: Product, since: int) -> None:
     """FR-020: streams without a usage request are billed like their twin without a stream."""
-    ids, remaining = [], []
+    ids, remaining, spent = [], [], [budget(product)]
     for options in ({"stream": True}, {"stream": True, "stream_options": {"include_usage": False}}, {}):
         answer = chat(product, max_tokens=20, **options)
         ids.append(answer.headers["x-request-id"])
         remaining.append(int(answer.headers["x-ratelimit-remaining-tokens"]))
+        spent.append(budget(product))
         if "stream" in options:
             assert "usage" not in answer.text and '"choices":[]' not in answer.text
     rows = [row(product, id) for id in ids]
     assert [(one["prompt_tokens"], one["completion_tokens"]) for one in rows] == [(3, 20)] * 3
     assert [before - after for before, after in itertools.pairwise(remaining)] == pytest.approx([23, 23], abs=1)
+    assert [(after - before, held) for (before, _), (after, held) in itertools.pairwise(spent)] == [(23, 0)] * 3
     eventually(lambda: requests(product, since) == 3)
     (result,) = results(product, f"start_time={since}&group_by=key")
     assert Decimal(result["cost"]) == 3 * Decimal("0.0000126")
+    assert {one["cost"] for one in product.records("acme/books") if one["request_id"] in ids} == {"0.0000126"}
 
 
 class TestLeaving:
-    """FR-023: billed is what was generated before the abort took effect. The prompt is billed in every case."""
+    """FR-023: billed is what was generated before the abort took effect. The prompt is billed in every case.
+
+    The budget agrees with the ledger, and nothing stays reserved.
+    """
 
     def leave_after_chunks(self, product: Product, chunks: int, **changes: Any) -> dict[str, Any]:
         """Close when so many chunks with text have come; the ledger's row."""
@@ -253,15 +267,14 @@ class TestLeaving:
     def one_more(self, product: Product) -> Iterator[dict[str, Any]]:
         """Exactly one row comes of what is done meanwhile: it is in the value at the end."""
         found: dict[str, Any] = {}
-        before = {one["request_id"] for one in self.records(product)}
+        before = {one["request_id"] for one in product.records("acme/books")}
+        used_before, _ = budget(product)
         yield found
         eventually(lambda: product.running() == 0)
-        (row,) = eventually(lambda: [one for one in self.records(product) if one["request_id"] not in before])
+        (row,) = eventually(lambda: [one for one in product.records("acme/books") if one["request_id"] not in before])
         found.update(row)
-
-    def records(self, product: Product) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = product.get(f"{USAGE}/records.json", "acme/books").json()
-        return found
+        used, reserved = budget(product)
+        assert (used - used_before, reserved) == (row["input_tokens"] + row["output_tokens"], 0)
 
     def test_in_prefill(self, product: Product) -> None:
         found = self.leave_after_seconds(product, 1.0, stream=True)
