@@ -81,7 +81,7 @@ def to_document(tier: Tier) -> dict[str, Any]:
         for group in groups:
             inner = inner.setdefault(group, {})
         value = getattr(tier, attribute)
-        inner[last] = float(value) if _kind(attribute) == "FloatField" else value
+        inner[last] = float(value) if _kind(attribute) == "FloatField" and value is not None else value
     return document
 
 
@@ -105,10 +105,14 @@ def assign(tier: Tier, values: Mapping[str, Any], prefix: str = "") -> list[str]
     return changed
 
 
-def _kind(attribute: str) -> str:
+def _field(attribute: str) -> models.Field[Any, Any]:
     field = Tier._meta.get_field(attribute)
     assert isinstance(field, models.Field)
-    return field.get_internal_type()
+    return field
+
+
+def _kind(attribute: str) -> str:
+    return _field(attribute).get_internal_type()
 
 
 EXPECTED = {
@@ -120,7 +124,11 @@ EXPECTED = {
 
 
 def _typed(tier: Tier, path: str, value: Any) -> Any:
-    """`value` if it is of the field's kind: JSON numbers for numbers (true is not one), strings for names."""
+    """`value` if it is of the field's kind: JSON numbers for numbers (true is not one), strings for names; null where
+    there may be none.
+    """
+    if value is None and _field(FIELDS[path]).null:
+        return None
     kind = _kind(FIELDS[path])
     # The bounds keep out infinities, NaN and integers that no column holds.
     number = isinstance(value, int | float) and not isinstance(value, bool) and -1e15 < value < 1e15

@@ -114,8 +114,13 @@ class TierSpec:
     preemptible: bool = False
     queue_max_length: int = 10_000
     queue_max_wait: float = 60.0
-    min_slo_threshold: float = 0.5
+    min_slo_threshold: float | None = None  # None: the own deadline
     max_tokens: int = 4096
+
+    def slo_threshold(self, stream: bool, asked: float) -> float:
+        """What counts of the total deadline that a request asks for: a looser one always, a tighter one to a limit."""
+        own = self.ttft if stream and self.contract is Contract.TTFT_TPOT else self.e2e
+        return max(asked, own if self.min_slo_threshold is None else min(self.min_slo_threshold, own))
 
     def deadline(self, arrival: float, stream: bool, max_tokens: int, slo_threshold: float | None) -> float:
         """The instant of the contract point: first token for streams, last token otherwise."""

@@ -24,11 +24,11 @@ DEFAULT_TIERS: dict[str, TierSpec] = {
             headroom=0.10, reserved_slots=0.125, queue_max_wait=30.0,
         ),
         TierSpec(
-            "paid", 2, weight=30, floor=0.15, ttft=2.0, e2e=2.0, tpot=0.15, min_slo_threshold=2.0,
+            "paid", 2, weight=30, floor=0.15, ttft=2.0, e2e=2.0, tpot=0.15,
             headroom=0.20, reserved_slots=0.125, on_infeasible=OnInfeasible.REJECT, preemptible=True,
         ),
         TierSpec(
-            "free", 3, weight=10, floor=0.05, ttft=5.0, e2e=5.0, tpot=0.25, min_slo_threshold=5.0, max_tokens=512,
+            "free", 3, weight=10, floor=0.05, ttft=5.0, e2e=5.0, tpot=0.25, max_tokens=512,
             headroom=0.30, on_infeasible=OnInfeasible.REJECT, preemptible=True, queue_max_wait=120.0,
         ),
     )

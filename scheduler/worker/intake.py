@@ -180,7 +180,7 @@ class Intake:
             message = f"The service tier {flight.submit.service_tier!r} is not open to this key."
             raise RefusedError(Refusal(Reason.TIER_NOT_ALLOWED, message), "service_tier")
         if flight.submit.slo_threshold is not None:
-            flight.slo = max(flight.submit.slo_threshold, tier.min_slo_threshold)
+            flight.slo = tier.slo_threshold(flight.submit.stream, flight.submit.slo_threshold)
         return tier
 
     def _check_early(self, flight: Flight, pool: Pool, tier: TierSpec) -> None:

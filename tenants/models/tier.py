@@ -70,7 +70,9 @@ class Tier(Configured):
     preemptible = models.BooleanField(default=False)
     queue_max_length = models.PositiveIntegerField(default=10_000, validators=[MinValueValidator(1)])
     queue_max_wait = models.FloatField(default=60.0, validators=SECONDS, help_text="seconds")
-    min_slo_threshold = models.FloatField(default=0.5, validators=SECONDS, help_text="seconds")
+    min_slo_threshold = models.FloatField(
+        null=True, blank=True, validators=SECONDS, help_text="seconds; empty: the tier's own deadline"
+    )
     max_tokens = models.PositiveIntegerField(default=4096, validators=[MinValueValidator(1)])
 
     class Meta:

@@ -56,9 +56,18 @@ def test_the_document_shows_policy_and_tiers(document: ConfigDocument) -> None:
         "reserved_slots": 0.0,
         "preemptible": False,
         "queue": {"max_length": 10000, "max_wait": 60.0},
-        "min_slo_threshold": 0.5,
+        "min_slo_threshold": None,
         "max_tokens": 4096,
     }
+
+
+def test_the_least_threshold_can_be_given_and_taken_back(document: ConfigDocument) -> None:
+    update({"tiers": {"vip": {"min_slo_threshold": 0.2}}}, reason="", actor="ada")
+    assert current().tier_specs()["vip"].min_slo_threshold == 0.2
+    update({"tiers": {"vip": {"min_slo_threshold": None}}}, reason="", actor="ada")
+    assert current().tier_specs()["vip"].min_slo_threshold is None
+    with pytest.raises(ConfigError, match="weight"):
+        update({"tiers": {"vip": {"weight": None}}}, reason="", actor="ada")
 
 
 def test_a_partial_document_changes_what_it_names_and_nothing_else(document: ConfigDocument) -> None:
