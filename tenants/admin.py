@@ -81,7 +81,8 @@ class AuditedAdmin(ModelAdmin):  # type: ignore[misc]  # the package has no type
     """
 
     action_form = ReasonedActionForm
-    delete_confirmation_template = delete_selected_confirmation_template = "admin/removal.html"
+    delete_confirmation_template: Any = "admin/removal.html"
+    delete_selected_confirmation_template: Any = "admin/removal.html"
 
     def changeform_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
         if request.method != "POST":  # reading must not wait for the database's one writer
