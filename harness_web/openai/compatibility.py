@@ -98,6 +98,11 @@ CHAT: tuple[Parameter, ...] = (
         {"type": "function", "function": {"name": "now"}},
         "none",
     ),
+    _refused(
+        "tool_choice",
+        "`allowed_tools`: send only the tools that may be called.",
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+    ),
     _supported("parallel_tool_calls", "`false`: at most one call.", False),
     _supported(
         "service_tier",

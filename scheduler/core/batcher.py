@@ -233,7 +233,11 @@ class Batcher:
 
     def _current_forecast(self, lengths: Lengths) -> Forecast:
         if self._forecast is None:
-            sequences = [one for flight in self.planned(lengths) for one in flight.sequences()]
+            planned = self.planned(lengths)
+            if self.sequences == len(planned):  # one each, as a rule: a call for each would take half as long again
+                sequences = [(one.expected - one.tokens, one.blocks) for one in planned]
+            else:
+                sequences = [one for flight in planned for one in flight.sequences()]
             self._forecast = Forecast(sequences, self._capacity.block_size)
             self._forecast_of = len(self._running)
         for flight in islice(self._running.values(), self._forecast_of, None):  # what has entered since

@@ -31,8 +31,10 @@ class LogprobTail:
             ready.append(self._kept.popleft())
         return tuple(ready)
 
-    def rest(self, text: str) -> tuple[TokenLogprob, ...]:
-        """The answer ends with `text`: the tokens of which at least a part is in it."""
+    def rest(self, text: str, *, cut: bool) -> tuple[TokenLogprob, ...]:
+        """The answer ends with `text`: all tokens that are left; if a stop string cuts it there, those of the text."""
+        if not cut:
+            return tuple(self._kept)
         self._ahead += len(text)
         ready = []
         while self._kept and self._ahead > 0:

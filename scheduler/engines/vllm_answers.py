@@ -55,7 +55,7 @@ class AnswerReader:
             yield Delta(text, self._tokens, output.token_ids, cached, self._index, logprobs, calls)
             text = ""
         if ended and (reason := self._reason(output.finish_reason)) is not None:
-            rest = self._tail.rest(text)
+            rest = self._tail.rest(text, cut=isinstance(output.stop_reason, str))
             yield Finished(reason, prompt_tokens, self._tokens, cached, text, self._index, rest)
 
     def _reason(self, theirs: str) -> FinishReason | None:

@@ -13,7 +13,7 @@ from scheduler.apply import apply
 from scheduler.config import check_policy
 from scheduler.core.types import PolicyConfig
 from scheduler.engines.simulated.options import Options
-from scheduler.engines.vllm_options import ALIASES, SHAPER
+from scheduler.engines.vllm_options import ALIASES, SHAPER, TOOL_PARSER
 from scheduler.worker.metrics import Metrics
 from tenants.tiers import FIELDS
 
@@ -62,7 +62,7 @@ def test_the_fields_of_the_policy_are_those_of_the_configuration() -> None:
 
 def test_the_options_of_engines_are_those_that_they_take() -> None:
     assert table("option of `simulated`") == list(Options.__struct_fields__)
-    assert set(table("option of `vllm`")) == {*ALIASES, SHAPER, "model"}
+    assert set(table("option of `vllm`")) == {*ALIASES, SHAPER, TOOL_PARSER, "model"}
 
 
 @pytest.mark.django_db

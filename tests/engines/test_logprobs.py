@@ -18,7 +18,7 @@ def token(text: str) -> TokenLogprob:
 def test_without_stop_strings_nothing_is_held() -> None:
     tail = LogprobTail(holds=False)
     assert tail.told([token("a"), token("b")], "") == (token("a"), token("b"))
-    assert tail.rest("") == ()
+    assert tail.rest("", cut=False) == ()
 
 
 @given(
@@ -36,10 +36,18 @@ def test_no_token_is_told_whose_text_is_not(texts: list[str], stops: list[str]) 
         tokens += "".join(one.chosen.token for one in tail.told([token(texts[index])], delta))
         assert shown.startswith(tokens)
     rest = teller.rest()
-    last = tail.rest(rest)
+    last = tail.rest(rest, cut=answer.cut is not None)
     shown, before = shown + rest, tokens + "".join(one.chosen.token for one in last[:-1])
     assert (tokens + "".join(one.chosen.token for one in last)).startswith(shown)
     assert len(before) < len(shown) or not last
+
+
+def test_an_answer_that_no_stop_string_cuts_keeps_all_its_tokens() -> None:
+    """Also where parts of characters have other lengths than the text that they make."""
+    tail = LogprobTail(holds=True)
+    parts = [token("\ufffd"), token("\ufffd"), token("漢")]
+    told = [*tail.told(parts[:2], ""), *tail.told(parts[2:], "漢")]
+    assert [*told, *tail.rest("", cut=False)] == parts
 
 
 def test_byte_level_vocabularies_write_every_byte_in_one_letter() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.engines.base import Sampling
+from scheduler.engines.base import JsonFormat, PromptError, Sampling, Tools
 from scheduler.engines.transformers.text import TextStream
 
 pytestmark = pytest.mark.model
@@ -71,3 +71,20 @@ def test_no_batch_has_more_padding_than_its_share(lengths: list[int], most: floa
         computed = len(batch) * max(len(row.prompt) for row in batch)
         padding = computed - sum(len(row.prompt) for row in batch)
         assert padding <= most * computed + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        (Sampling(n=2), "n"),
+        (Sampling(logprobs=0), "logprobs"),
+        (Sampling(format=JsonFormat()), "response_format"),
+        (Sampling(tools=Tools("[]")), "tools"),
+    ],
+)
+def test_what_the_engine_does_not_know_is_refused_by_name(sampling: Sampling, param: str) -> None:
+    from scheduler.engines.transformers.sampling import check_sampling
+
+    with pytest.raises(PromptError) as refused:
+        check_sampling(sampling, 100)
+    assert refused.value.param == param

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from scheduler.engines.base import EngineStartError
-from scheduler.engines.vllm_options import engine_arguments, wants_shaper
+from scheduler.engines.vllm_options import engine_arguments, tool_parser, wants_shaper
 
 KNOWN = (
     *("model", "dtype", "enforce_eager", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"),
@@ -143,3 +143,14 @@ def test_a_missing_folder_says_where_it_was_looked_for(data_dir: Path) -> None:
 def test_a_deployment_needs_a_model(data_dir: Path) -> None:
     assert "`path`" in refusal(data_dir, {}).hint
     assert "must be a folder or a name" in str(refusal(data_dir, {"path": 5}))
+
+
+def test_a_tool_parser_is_one_that_vllm_has(data_dir: Path) -> None:
+    known = ("hermes", "llama3_json", "mistral")
+    assert tool_parser({}, known) is None
+    assert tool_parser({"tool_parser": "hermes"}, known) == "hermes"
+    assert "tool_parser" not in arguments(data_dir, tool_parser="hermes")
+    for name, hint in (("herms", "'hermes'"), (5, "hermes, llama3_json, mistral")):
+        with pytest.raises(EngineStartError, match="there is no parser") as refused:
+            tool_parser({"tool_parser": name}, known)
+        assert hint in refused.value.hint

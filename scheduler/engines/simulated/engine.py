@@ -124,7 +124,7 @@ class _Answer:
                 usage.cached_tokens or 0,
                 rest,
                 self._index,
-                self._logprobs.rest(rest),
+                self._logprobs.rest(rest, cut=self._answer.cut is not None),
             )
         )
 
