@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help run test test-faults setup lint bench bench-scheduling bench-replays clean lock
+.PHONY: help run test test-laws test-faults setup lint bench bench-scheduling bench-replays clean lock
 
 PYTHON_BIN := .venv/bin/python
 # Options for what the target starts, as in: make run ARGS="--port 9000 --engine simulated"
@@ -13,6 +13,9 @@ run: setup ## from nothing to a served model: environment, demo model, database,
 
 test: setup lint ## from nothing: environment, linters, types, import contracts, the whole test suite
 	@$(PYTHON_BIN) -m pytest
+
+test-laws: setup ## the properties of the scheduling core with ten times the examples, new ones each time (ARGS="-k floors")
+	@$(PYTHON_BIN) -m pytest --hypothesis-profile=laws tests/core $(ARGS)
 
 test-faults: setup ## the ledger proved by 200 kills of random processes under load: about twenty minutes (ARGS="--kills 50 --seed 7")
 	@$(PYTHON_BIN) -m tests.faults.killing $(ARGS)

@@ -17,6 +17,9 @@ import django
 import hypothesis
 import pytest
 from django.db.backends.sqlite3.base import DatabaseOperations
+from hypothesis import Phase
+
+from tests.laws import USUAL
 
 # Short, because Unix sockets live in it and their paths end at 107 bytes.
 DATA_DIR = Path(tempfile.mkdtemp(prefix="ht-", dir="/tmp"))
@@ -32,7 +35,12 @@ os.environ |= {
 django.setup()
 
 # How long one example takes depends on the machine's other work, and is never what a property asserts.
-hypothesis.settings.register_profile("harness", deadline=None)
+# The suite tries the same examples every time, so that it fails for a change and never by chance; looking for new ones,
+# and shrinking what fails, which takes up to five minutes a property, is left to `make test-laws`.
+hypothesis.settings.register_profile(
+    "harness", deadline=None, max_examples=USUAL, derandomize=True, phases=(Phase.explicit, Phase.generate)
+)
+hypothesis.settings.register_profile("laws", deadline=None, max_examples=10 * USUAL, print_blob=True)
 hypothesis.settings.load_profile("harness")
 
 _flush = DatabaseOperations.execute_sql_flush

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.core.admission import Admission
 from scheduler.core.types import Limit, Reason
+from tests.laws import laws
 
 
 def limit(kind: str, value: int, *, scope: str = "tenant", owner: str = "t1", model: str = "") -> Limit:
@@ -144,7 +145,7 @@ def test_counters_of_quiet_tenants_are_forgotten() -> None:
     assert len(admission._windows) < 5_000
 
 
-@settings(deadline=None, max_examples=200)
+@laws(200)
 @given(
     st.lists(st.tuples(st.floats(0.0, 9.0), st.integers(1, 40)), max_size=120),
     st.integers(1, 8),
@@ -168,7 +169,6 @@ def test_no_sixty_seconds_ever_see_more_than_the_limit(
         assert sum(inside) <= tokens
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["reserve", "settle", "release"]), st.integers(0, 9)), max_size=80))
 def test_whatever_happens_the_counters_return_to_zero(steps: list[tuple[str, int]]) -> None:
     """When no request is alive and a minute has passed, nothing is held."""

@@ -92,7 +92,7 @@ def test_weights_that_change_while_requests_wait_rule_from_then_on_and_lose_nobo
     one = tiers | {"silver": replace(tiers["silver"], weight=90), "bronze": replace(tiers["bronze"], weight=10)}
     two = tiers | {"silver": replace(tiers["silver"], weight=10), "bronze": replace(tiers["bronze"], weight=90)}
     trouble = Trouble(changes=((10.0, two, PolicyConfig()),))
-    load = [replace(arrival, at=0.0) for arrival in rounds({"silver": 60, "bronze": 60}, 20, 60, 20)]
+    load = [replace(arrival, at=0.0) for arrival in rounds({"silver": 60, "bronze": 60}, 6, 60, 20)]
     shares = []
 
     def watch(plant: Plant) -> None:

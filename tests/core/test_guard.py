@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.core import policies
@@ -28,6 +28,7 @@ from scheduler.core.types import (
     TierSpec,
 )
 from tests.core.cast import TIERS, dispatched, request
+from tests.laws import laws
 
 ROOMY = PoolCapacity(max_seqs=2, step_tokens=512, kv_tokens=64_000, block_size=16, max_model_len=4096)
 DONE = Outcome(completion_tokens=10)
@@ -143,7 +144,7 @@ def serve(pool: Planner, ids: list[str]) -> list[str]:
     return ended
 
 
-@settings(deadline=None, max_examples=200)
+@laws(200)
 @given(st.sampled_from(FAULTS), st.integers(0, 12))
 def test_nothing_is_lost_wherever_a_policy_fails(fault: str, good_calls: int) -> None:
     """Every arrival ends once, whichever call of the policy raises or answers nonsense, and however late."""

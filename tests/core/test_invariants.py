@@ -32,7 +32,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scheduler.core import policies as registry
@@ -57,9 +57,10 @@ from scheduler.core.types import (
 )
 from scheduler.engines.simulated.machine import StepCost
 from tests.core.plant import CAPACITY, COST, TIERS, Arrival, Plant, Trouble, merged, received, rounds, value
+from tests.laws import laws
 
-HARD = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-LONG = settings(HARD, max_examples=6)  # for properties of half a minute of overload
+HARD = laws(20)
+LONG = laws(3)  # for properties of half a minute of overload
 
 
 @st.composite
@@ -117,7 +118,40 @@ def troubles(draw: st.DrawFn, switching: bool = True) -> Trouble:
     )
 
 
+def weighted(*weights: float) -> dict[str, float]:
+    return dict(zip(TIERS, weights, strict=True))
+
+
+# Each law is tried with every kind of trouble at once, whatever chance draws: all tiers and three tenants, streams and
+# others, lengths that were asked for and others, some who leave.
+CROWD = [
+    Arrival(
+        at=0.08 * n,
+        tier=("gold", "silver", "bronze")[n % 3],
+        prompt=(20, 90, 40, 280, 60)[n % 5],
+        output=(5, 30, 12, 50)[n % 4],
+        max_tokens=(5, 30, 52, 50)[n % 4],
+        tenant=f"t{n % 7 % 3 + 1}",
+        stream=n % 4 > 0,
+        cancel_after=0.4 if n % 11 == 5 else None,
+    )
+    for n in range(60)
+]
+PATIENT = [replace(arrival, cancel_after=None) for arrival in CROWD]
+OTHER_WEIGHTS = {name: replace(TIERS[name], weight=weight) for name, weight in weighted(0, 80, 1).items()}
+EVERYTHING = Trouble(
+    deaths=((1.5, 0.3), (3.0, 1.0)),
+    stalls=((0.7, 1.0),),
+    pauses=((2.6, 0.2),),
+    changes=((0.5, OTHER_WEIGHTS, PolicyConfig(name="priority")), (1.0, TIERS, PolicyConfig(max_batch=6))),
+    slots=((0.3, 3), (3.6, 8)),
+    belief=5.0,
+)
+WITHOUT_SWITCHING = replace(EVERYTHING, changes=())
+
+
 @HARD
+@example(CROWD, "batching_aware", EVERYTHING)
 @given(workloads(), policies, troubles())
 def test_every_arrival_ends_in_exactly_one_way(arrivals: list[Arrival], policy: str, trouble: Trouble) -> None:
     """1: finished, refused, expired, cancelled, aborted or failed: once each. 2: books and engine agree at the end."""
@@ -130,6 +164,7 @@ def test_every_arrival_ends_in_exactly_one_way(arrivals: list[Arrival], policy: 
 
 
 @HARD
+@example(CROWD, "batching_aware", EVERYTHING)
 @given(workloads(), policies, troubles())
 def test_no_dispatch_exceeds_the_cap_however_it_shrinks(arrivals: list[Arrival], policy: str, trouble: Trouble) -> None:
     """3: whoever enters is within the operator's and the engine's cap; what ran when they shrank may run on."""
@@ -146,6 +181,7 @@ def test_no_dispatch_exceeds_the_cap_however_it_shrinks(arrivals: list[Arrival],
 
 
 @HARD
+@example(CROWD, WITHOUT_SWITCHING)
 @given(workloads(), troubles(switching=False))
 def test_memory_at_its_peak_leaves_each_tiers_headroom(arrivals: list[Arrival], trouble: Trouble) -> None:
     """4: with the lengths that were believed, the peak to come is within (1 - h) of the pool at each admission.
@@ -176,6 +212,7 @@ def test_memory_at_its_peak_leaves_each_tiers_headroom(arrivals: list[Arrival], 
 
 
 @HARD
+@example(CROWD, "batching_aware", EVERYTHING)
 @given(workloads(), policies, troubles())
 def test_attributed_service_is_the_busy_time(arrivals: list[Arrival], policy: str, trouble: Trouble) -> None:
     """5: the sum of what all tiers received is the engine's busy time, to a millionth."""
@@ -186,6 +223,7 @@ def test_attributed_service_is_the_busy_time(arrivals: list[Arrival], policy: st
 
 
 @HARD
+@example(PATIENT, "batching_aware", EVERYTHING)
 @given(workloads(cancels=False), policies, troubles())
 def test_after_a_decision_nobody_else_could_go(arrivals: list[Arrival], policy: str, trouble: Trouble) -> None:
     """6: asked again at the same instant without news, the planner dispatches nothing. An eviction is news."""
@@ -209,10 +247,6 @@ def in_flight(plant: Plant) -> dict[str, list[float]]:
     return found
 
 
-def weighted(*weights: float) -> dict[str, float]:
-    return dict(zip(TIERS, weights, strict=True))
-
-
 @dataclass
 class FloorWatch:
     """Of one tier, while it waits without a break: the most that its service was ahead of its floor, and now is."""
@@ -225,6 +259,7 @@ class FloorWatch:
 @example(weighted(60, 10, 10), (0.05, 0.1, 0.6), 20, 2, Trouble(slots=((0.8, 6), (3.1, 3)), belief=0.2))
 @example(weighted(10, 1, 1), (0.05, 0.1, 0.6), 164, 10, Trouble())
 @example(weighted(1, 60, 1), (0.1, 0.5, 0.2), 96, 3, Trouble(slots=((0.4, 5),), belief=5.0))
+@example(weighted(1, 60, 1), (0.3, 0.15, 0.05), 60, 20, Trouble(deaths=((1.0, 0.5), (4.0, 2.0))))
 @given(
     st.fixed_dictionaries({name: st.sampled_from([1.0, 10.0, 60.0]) for name in TIERS}),
     st.sampled_from([(0.3, 0.15, 0.05), (0.1, 0.5, 0.2), (0.05, 0.1, 0.6)]),
@@ -265,7 +300,7 @@ def test_floors_hold_over_any_interval(
         tiers=tiers,
         trouble=replace(trouble, stalls=(), pauses=()),
         observe=check,
-    ).play(until=40.0)
+    ).play(until=27.0)
 
 
 @LONG
@@ -303,6 +338,7 @@ def test_backlogged_tiers_are_never_far_apart_in_virtual_time(
 
 
 @HARD
+@example(CROWD, WITHOUT_SWITCHING)
 @given(workloads(), troubles(switching=False))
 def test_idleness_earns_no_credit_and_virtual_time_never_falls(arrivals: list[Arrival], trouble: Trouble) -> None:
     """9: a tier with nothing waiting gains no floor credit, and nobody more than the clamp.
@@ -326,6 +362,7 @@ def test_idleness_earns_no_credit_and_virtual_time_never_falls(arrivals: list[Ar
 
 
 @HARD
+@example(PATIENT, "batching_aware", WITHOUT_SWITCHING)
 @given(workloads(cancels=False), policies, troubles(switching=False))
 def test_a_tenants_requests_of_a_lane_leave_by_their_keys(
     arrivals: list[Arrival], policy: str, trouble: Trouble
@@ -345,6 +382,7 @@ def test_a_tenants_requests_of_a_lane_leave_by_their_keys(
 
 
 @HARD
+@example(PATIENT, WITHOUT_SWITCHING)
 @given(workloads(cancels=False), troubles(switching=False))
 def test_nothing_is_dispatched_after_its_latest_start_but_what_is_late(
     arrivals: list[Arrival], trouble: Trouble
@@ -375,6 +413,7 @@ ONE_LONG = [Arrival(0.0, "bronze", 20, 200, 200), *(Arrival(at, "gold", 20, 5, 5
 
 @HARD
 @example(ONE_LONG, 1, Trouble())
+@example(CROWD, 3, WITHOUT_SWITCHING)
 @given(workloads(size=60), st.integers(1, 4), troubles(switching=False))
 def test_evictions_are_rare_rightful_and_lose_no_token(arrivals: list[Arrival], slots: int, trouble: Trouble) -> None:
     """13: only preemptible tiers are evicted, for better ones. 14: at most once, and no token is lost or repeated."""
@@ -440,7 +479,7 @@ pressures = st.tuples(
 )
 
 
-@settings(HARD, max_examples=300)
+@laws(80)
 @given(st.lists(pressures, min_size=20, max_size=60), st.booleans())
 def test_levels_keep_their_dwell_and_level_zero_is_reached(
     looks: list[tuple[float, float, float, str]], hasty: bool
@@ -467,6 +506,7 @@ def test_levels_keep_their_dwell_and_level_zero_is_reached(
 
 
 @HARD
+@example(CROWD, "batching_aware", EVERYTHING)
 @given(workloads(), policies, troubles())
 def test_the_same_event_log_gives_the_same_decisions(arrivals: list[Arrival], policy: str, trouble: Trouble) -> None:
     """17: two plays of one log decide alike."""
@@ -512,6 +552,7 @@ class Brittle(BatchingAware):
 
 
 @HARD
+@example(CROWD, WITHOUT_SWITCHING, "candidates", 20)
 @given(
     workloads(),
     troubles(switching=False),
@@ -535,6 +576,7 @@ def test_a_policy_that_fails_is_replaced_within_one_decision(
 
 
 @HARD
+@example(PATIENT, "batching_aware", WITHOUT_SWITCHING)
 @given(workloads(cancels=False, tenants=4), policies, troubles(switching=False))
 def test_the_names_of_tenants_change_nothing(arrivals: list[Arrival], policy: str, trouble: Trouble) -> None:
     """19: permuting tenant names permutes nothing else."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.core.lifecycle import State
 from scheduler.core.types import Decision, Dispatch, Expire, Lane, Outcome, PolicyConfig, PoolCapacity
 from tests.core.cast import TIERS, planner, request
+from tests.laws import laws
 
 CAPACITY = PoolCapacity(max_seqs=3, step_tokens=64, kv_tokens=256, block_size=16, max_model_len=200)
 
@@ -99,7 +100,7 @@ class Run:
             self._decide()
 
 
-@settings(deadline=None, max_examples=150)
+@laws(150)
 @given(st.lists(event, max_size=60), st.sampled_from(["continuous", "priority"]))
 def test_every_arrival_ends_in_exactly_one_way(log: list[tuple], policy: str) -> None:
     """Refused, expired, cancelled or finished: once each, and the pool is empty afterwards."""
@@ -111,14 +112,14 @@ def test_every_arrival_ends_in_exactly_one_way(log: list[tuple], policy: str) ->
     assert all(tier.waiting == 0 for tier in snapshot.tiers.values())
 
 
-@settings(deadline=None, max_examples=100)
+@laws(100)
 @given(st.lists(event, max_size=60), st.sampled_from(["continuous", "priority"]))
 def test_the_same_event_log_gives_the_same_decisions(log: list[tuple], policy: str) -> None:
     """Two runs of one log decide alike, to the batch id."""
     assert Run(log, policy).play().decisions == Run(log, policy).play().decisions
 
 
-@settings(deadline=None, max_examples=100)
+@laws(100)
 @given(st.lists(arrival, min_size=1, max_size=40))
 def test_after_a_decision_the_best_head_cannot_enter(arrivals: list[tuple]) -> None:
     """Work-conserving: a second decision at the same instant, forced by a no-op change, dispatches nothing more."""

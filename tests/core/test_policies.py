@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.core import policies
@@ -13,6 +13,7 @@ from scheduler.core.planner import Planner
 from scheduler.core.policies.article import LatencyModel
 from scheduler.core.types import Dispatch, Expire, Hold, Outcome, PolicyConfig, PoolCapacity, Reason, TierSpec
 from tests.core.cast import TIERS, dispatched, planner, request
+from tests.laws import laws
 
 ROOMY = PoolCapacity(max_seqs=64, step_tokens=512, kv_tokens=64_000, block_size=16, max_model_len=4096)
 DONE = Outcome(completion_tokens=10)
@@ -238,7 +239,6 @@ def test_the_latency_model_forgets_batches_of_long_ago() -> None:
 samples = st.tuples(st.integers(1, 32), st.integers(1, 5000), st.floats(0.0, 60.0))
 
 
-@settings(deadline=None)
 @given(st.lists(samples, max_size=30), st.integers(1, 32), st.integers(0, 5000))
 def test_the_estimate_of_a_batch_grows_with_it(seen: list[tuple[int, int, float]], size: int, tokens: int) -> None:
     """Never negative, and no smaller for more requests or more tokens."""
@@ -264,7 +264,7 @@ def test_a_rank_that_uses_its_own_reserved_slots_does_not_open_those_of_a_better
 # --- every policy ---------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=100)
+@laws(100)
 @given(
     st.sampled_from(sorted(policies.POLICIES)),
     st.lists(st.tuples(st.sampled_from(sorted(TIERS)), st.integers(1, 60), st.floats(0.0, 0.5)), max_size=40),

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.core.queue import WaitingQueue
@@ -63,7 +63,6 @@ operation = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(operation, max_size=80))
 def test_the_queue_behaves_like_a_plain_list(operations: list[tuple]) -> None:
     """Same head, same length, same oldest and same expiry as a list searched from end to end."""

@@ -134,6 +134,7 @@ async def test_token_limits_settle_to_what_was_used(start):
         await product.until(second.done)
         assert isinstance(second.last, Done)
 
+
 async def test_a_requests_own_deadline_is_as_tight_as_its_tier_allows(start):
     async with start() as product:
         await product.ready()
@@ -143,7 +144,6 @@ async def test_a_requests_own_deadline_is_as_tight_as_its_tier_allows(start):
         tight, loose = (flights[answer.request.id] for answer in asked)
         assert (tight.slo, loose.slo) == (0.5, 9.0)
         assert loose.deadline - loose.arrival == pytest.approx(9.0)
-
 
 
 async def test_priority_lowers_the_tier_it_runs_as_and_not_the_one_that_is_billed(start):
