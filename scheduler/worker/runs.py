@@ -24,7 +24,7 @@ from scheduler.engines.base import (
 )
 from scheduler.wire import messages
 from scheduler.worker.flight import Flight, Phase
-from scheduler.worker.services import Services
+from scheduler.worker.services import Services, cache_salt
 
 log = structlog.get_logger(__name__)
 
@@ -150,8 +150,7 @@ class Runs:
             sampling=msgspec.structs.replace(flight.submit.sampling, max_tokens=flight.max_tokens),
             priority=flight.engine_priority,
             arrival=flight.arrival,
-            # Prefix caches are shared within a tenant only: timing must not tell one tenant what another asked.
-            cache_salt=self._services.cache_salt(flight.submit.caller.tenant),
+            cache_salt=cache_salt(self._services.salt_secret, flight.submit.caller.tenant),
             simulate=flight.submit.simulate,
             produced=tuple(flight.produced),
             terms=_terms(flight),

@@ -51,6 +51,7 @@ class Services:
     hurry: asyncio.Event  # set: drain no longer, stop now
     configuration: Configuration = field(default_factory=Configuration)
 
-    def cache_salt(self, tenant: str) -> str:
-        """Prefix caches are shared within a tenant only: timing must not tell one tenant what another asked."""
-        return hmac.new(self.salt_secret, tenant.encode(), hashlib.sha256).hexdigest()
+
+def cache_salt(secret: bytes, tenant: str) -> str:
+    """Prefix caches are shared within a tenant only: timing must not tell one tenant what another asked."""
+    return hmac.new(secret, tenant.encode(), hashlib.sha256).hexdigest()

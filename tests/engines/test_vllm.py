@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from uuid import uuid4
 
 import msgspec
 import psutil
@@ -39,6 +40,7 @@ from scheduler.engines.base import (
 )
 from scheduler.engines.vllm import _step_logger, _Work
 from scheduler.engines.vllm_options import FIXED
+from scheduler.worker.services import cache_salt
 from tests.engines.contract import TIMEOUT, EngineContract, Rig, StepLog
 from tests.engines.third_party import VLLM_WARNINGS
 
@@ -160,6 +162,31 @@ class TestVllm(EngineContract):
             cached[name] = (await self.transcript(rig.engine, request)).finished.cached_tokens
         assert cached["first"] == cached["other"] == 0
         assert cached["again"] >= 192
+
+    async def test_fr_079_a_prompt_is_in_the_cache_for_its_own_tenant_alone(self, rig: Rig) -> None:
+        """FR-079, with the salts that the scheduler makes. How long a stranger waits tells nothing, because the engine
+        does the same for a prompt that another tenant has sent as for one that nobody has.
+        """
+
+        async def cached_and_computed(tenant: str, word: str) -> tuple[int, int, int]:
+            sampling = Sampling(max_tokens=1, temperature=0.0)
+            rendered = await rig.engine.render(user(f"{word} " * 700), sampling)
+            salt = cache_salt(b"secret", tenant)
+            request = EngineRequest(f"{tenant}-{word}-{uuid4()}", rendered, sampling, 0, 0.0, cache_salt=salt)
+            since = len(rig.steps.reports)
+            finished = (await self.transcript(rig.engine, request)).finished
+            computed = sum(report.prefill_tokens for report in rig.steps.reports[since:])
+            return finished.prompt_tokens, finished.cached_tokens, computed
+
+        length, cached, computed = await cached_and_computed("1", "sea")
+        assert (cached, computed) == (0, length)
+        whole_blocks = (length - 1) // 32 * 32
+        again = (length, whole_blocks, length - whole_blocks)
+        assert await cached_and_computed("1", "sea") == again
+        for word in ("sea", "sky"):
+            length, cached, computed = await cached_and_computed("2", word)
+            assert (cached, computed) == (0, length)
+        assert await cached_and_computed("1", "sea") == again
 
     async def test_a_prefill_is_reported_in_chunks_of_a_step(self, rig: Rig) -> None:
         request = await self.request(rig.engine, "chunked", words=300, max_tokens=1)
