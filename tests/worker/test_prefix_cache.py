@@ -1,6 +1,6 @@
 """FR-079: a prompt is found in an engine's cache by the keys of its own tenant, and by nobody else's.
 
-What a real engine does with the salts is tried in `tests/engines/test_vllm.py`.
+What vLLM does with the salts is tried in `tests/engines/test_vllm.py`.
 """
 
 from __future__ import annotations
