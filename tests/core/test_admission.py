@@ -27,7 +27,7 @@ def test_a_rate_refuses_what_exceeds_it_and_says_when_to_come_back() -> None:
 
 
 def test_fr_013_no_border_of_a_minute_lets_twice_the_limit_through() -> None:
-    """Ten at 12:00:59.5 are all there is until a minute after them."""
+    """FR-013 a: ten at 12:00:59.5 are all there is until a minute after them."""
     admission = Admission()
     limits = [limit("rpm", 10)]
     assert all(admission.reserve(f"a{n}", limits, "m", 1, 59.5) is None for n in range(10))
@@ -37,7 +37,8 @@ def test_fr_013_no_border_of_a_minute_lets_twice_the_limit_through() -> None:
 
 
 def test_fr_013_requests_and_tokens_are_two_counters() -> None:
-    """A steady 100 requests and 120,000 tokens a minute stay below 500 and 200,000; a burst is over in a minute."""
+    """FR-013 b, c: a steady 100 requests and 120,000 tokens a minute stay below 500 and 200,000; a burst is over in a
+    minute."""
     admission = Admission()
     limits = [limit("rpm", 500), limit("tpm", 200_000)]
 
