@@ -62,7 +62,7 @@ def act(browser: Client, row: Model, action: str, *, reason: str = "told to", **
 
 def values_of(tier: Tier, **changes: Any) -> dict[str, Any]:
     names = [field.name for field in Tier._meta.fields if field.name != "id"]
-    values = {name: getattr(tier, name) for name in names} | changes
+    values = {name: "" if (value := getattr(tier, name)) is None else value for name in names} | changes
     return {name: value for name, value in values.items() if value is not False}
 
 
