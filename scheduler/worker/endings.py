@@ -96,9 +96,9 @@ class Endings:
             return
         now = self._clock.now()
         self._count(flight, finished, now)
-        cached = min(max(_cached_tokens(flight, finished), 0), flight.prompt_tokens)
+        flight.cached = _cached_tokens(flight, finished)
         missed = miss(flight, now)
-        self._bill(flight, now, "finished", str(finished.reason), None, cached, not missed, missed)
+        self._bill(flight, now, "finished", str(finished.reason), None, not missed, missed)
         self._leave(
             flight,
             messages.Done(
@@ -106,7 +106,7 @@ class Endings:
                 str(finished.reason),
                 flight.prompt_tokens,
                 flight.tokens,
-                cached,
+                flight.cached_tokens,
                 self._batch_info(flight, now),
                 finished.text,
                 finished.index,
@@ -118,7 +118,7 @@ class Endings:
         """It broke after dispatch; its caller is told so."""
         if flight.phase is Phase.ENDED:
             return
-        self._bill(flight, self._clock.now(), "failed", "", reason, 0, False, str(reason))
+        self._bill(flight, self._clock.now(), "failed", "", reason, False, str(reason))
         self._leave(flight, messages.Failed(flight.id, str(reason), message, flight.tokens))
 
     def rejected(self, flight: Flight, error: PromptError) -> None:
@@ -126,7 +126,7 @@ class Endings:
         if flight.phase is Phase.ENDED:
             return
         reason = Reason.INVALID_PROMPT
-        self._bill(flight, self._clock.now(), "failed", "", reason, 0, None, "")
+        self._bill(flight, self._clock.now(), "failed", "", reason, None, "")
         self._leave(flight, messages.Refused(flight.id, str(reason), str(error), error.param))
 
     def aborted(self, flight: Flight) -> None:
@@ -137,10 +137,10 @@ class Endings:
         reason = flight.stop_reason or Reason.CLIENT_GONE
         if reason is Reason.CLIENT_GONE:
             attained, missed = judge_cancelled(flight, now)
-            self._bill(flight, now, "aborted", "", reason, 0, attained, missed)
+            self._bill(flight, now, "aborted", "", reason, attained, missed)
             self._leave(flight, None)
         else:
-            self._bill(flight, now, "aborted", "", reason, 0, False, str(reason))
+            self._bill(flight, now, "aborted", "", reason, False, str(reason))
             self._leave(flight, messages.Failed(flight.id, str(reason), "The server is shutting down.", flight.tokens))
 
     def intent(self, flight: Flight) -> Intent:
@@ -180,7 +180,6 @@ class Endings:
         status: str,
         finish_reason: str,
         reason: Reason | None,
-        cached: int,
         attained: bool | None,
         missed: str,
     ) -> None:
@@ -188,7 +187,8 @@ class Endings:
         pool = flight.pool
         assert pool is not None
         pool.ended(flight, reason, now)
-        money = 0 if flight.price is None else flight.price.charge(flight.prompt_tokens, cached, flight.tokens)
+        counts = (flight.prompt_tokens, flight.cached_tokens, flight.tokens)
+        money = 0 if flight.price is None else flight.price.charge(*counts)
         self._admission.settle(flight.id, flight.prompt_tokens + flight.tokens, now, money)
         ending = Ending(
             intent=self.intent(flight),
@@ -196,7 +196,7 @@ class Endings:
             finish_reason=finish_reason,
             reason="" if reason is None else str(reason),
             prompt_tokens=flight.prompt_tokens,
-            cached_tokens=cached,
+            cached_tokens=flight.cached_tokens,
             completion_tokens=flight.tokens,
             first_token_at=None if flight.first_token is None else flight.unix(flight.first_token),
             ended_at=flight.unix(now),

@@ -95,7 +95,7 @@ class Flight:
     stop_reason: Reason | None = None  # why the present run was told to stop
     tokens: int = 0  # delivered, of all answers
     made: dict[int, int] = field(default_factory=dict)  # the same by answer
-    cached: int = 0  # prompt tokens that the first run did not compute
+    cached: int = 0  # prompt tokens that the first run did not compute, as reported
     first_token: float | None = None
     last_token: float | None = None
     engine_seconds: float = 0.0  # engine time of the runs that are over
@@ -121,6 +121,11 @@ class Flight:
     @property
     def prompt_tokens(self) -> int:
         return self.rendered.prompt_tokens if self.rendered is not None else 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those of the prompt that were not computed: what the engine reports, held within what is possible."""
+        return min(max(self.cached, 0), self.prompt_tokens)
 
     @property
     def degradation(self) -> int:
@@ -178,7 +183,7 @@ class Flight:
         first = self.first_token if self.first_token is not None else self.dispatched
         last = self.last_token if self.last_token is not None else first
         seconds = self.engine_seconds + self.charged()
-        return Progress(self.tokens, first - self.dispatched, last - self.dispatched, seconds)
+        return Progress(self.tokens, first - self.dispatched, last - self.dispatched, seconds, self.cached_tokens)
 
     def end_run(self) -> None:
         """The present run is over: its engine time stays with the flight."""

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_BODY = struct.Struct("<QIddd")  # serial, tokens, first token, last token, engine time
-_RECORD = struct.Struct("<QIdddI")  # the body and its CRC-32
+_BODY = struct.Struct("<QIIddd")  # serial, tokens, cached tokens, first token, last token, engine time
+_RECORD = struct.Struct("<QIIdddI")  # the body and its CRC-32
 MAX_BYTES = 16 * 1024 * 1024
 
 
@@ -27,13 +27,15 @@ class JournalError(Exception):
 class Progress:
     """Tokens delivered to this process so far; first and last token in seconds after dispatch.
 
-    `engine_seconds`: the engine time that the request has been charged up to here.
+    `engine_seconds`: the engine time that the request has been charged up to here. `cached_tokens`: those of the prompt
+    that the engine had not to compute.
     """
 
     tokens: int
     first_token: float
     last_token: float
     engine_seconds: float = 0.0
+    cached_tokens: int = 0
 
 
 Entry = tuple[int, Progress]  # the intent's serial and its progress
@@ -114,7 +116,8 @@ def _sync_folder(folder: Path) -> None:
 def _encode(entries: Iterable[Entry]) -> bytes:
     out = bytearray()
     for serial, progress in entries:
-        body = _BODY.pack(serial, progress.tokens, progress.first_token, progress.last_token, progress.engine_seconds)
+        counts = (progress.tokens, progress.cached_tokens)
+        body = _BODY.pack(serial, *counts, progress.first_token, progress.last_token, progress.engine_seconds)
         out += body
         out += zlib.crc32(body).to_bytes(4, "little")
     return bytes(out)
@@ -128,8 +131,8 @@ def read(path: Path) -> dict[int, Progress]:
         return {}
     latest: dict[int, Progress] = {}
     whole = len(data) - len(data) % _RECORD.size
-    for serial, tokens, first, last, seconds, checksum in _RECORD.iter_unpack(data[:whole]):
-        if checksum != zlib.crc32(_BODY.pack(serial, tokens, first, last, seconds)):
+    for serial, tokens, cached, first, last, seconds, checksum in _RECORD.iter_unpack(data[:whole]):
+        if checksum != zlib.crc32(_BODY.pack(serial, tokens, cached, first, last, seconds)):
             break
-        latest[serial] = Progress(tokens, first, last, seconds)
+        latest[serial] = Progress(tokens, first, last, seconds, cached)
     return latest

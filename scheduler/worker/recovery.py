@@ -124,7 +124,7 @@ def interruption(intent: Intent, progress: Progress) -> Ending:
         finish_reason="",
         reason=str(Reason.SHUTDOWN),
         prompt_tokens=intent.prompt_tokens,
-        cached_tokens=0,
+        cached_tokens=progress.cached_tokens,
         completion_tokens=progress.tokens,
         first_token_at=intent.dispatched_at + progress.first_token if progress.tokens else None,
         ended_at=intent.dispatched_at + progress.last_token,

@@ -130,12 +130,12 @@ def settlement(tmp_path, spool, database):
 def test_the_last_progress_of_each_request_is_read_back(tmp_path):
     log = Journal(tmp_path / "j.bin")
     log.append([(1, Progress(1, 0.1, 0.1)), (2, Progress(4, 0.2, 0.3))])
-    log.append([(1, Progress(2, 0.1, 0.2, 0.05))])
+    log.append([(1, Progress(2, 0.1, 0.2, 0.05, 7))])
     log.close()
-    assert journal.read(tmp_path / "j.bin") == {1: Progress(2, 0.1, 0.2, 0.05), 2: Progress(4, 0.2, 0.3)}
+    assert journal.read(tmp_path / "j.bin") == {1: Progress(2, 0.1, 0.2, 0.05, 7), 2: Progress(4, 0.2, 0.3)}
 
 
-@pytest.mark.parametrize("cut", range(1, 40))
+@pytest.mark.parametrize("cut", range(1, 44))
 def test_a_torn_tail_never_changes_what_was_whole(tmp_path, cut):
     path = tmp_path / "j.bin"
     log = Journal(path)
@@ -153,7 +153,7 @@ def test_a_damaged_record_ends_the_journal(tmp_path):
     log.append([(1, Progress(2, 0.1, 0.2))])
     log.close()
     data = bytearray(path.read_bytes())
-    data[40] ^= 1
+    data[44] ^= 1
     path.write_bytes(data)
     assert journal.read(path) == {1: Progress(1, 0.1, 0.1)}
 
@@ -173,7 +173,7 @@ def test_a_long_journal_is_replaced_by_one_with_the_running_requests(tmp_path):
     log.append([(1, Progress(10, 0.1, 0.3))])
     log.close()
     assert journal.read(path) == {1: Progress(10, 0.1, 0.3)}
-    assert path.stat().st_size == 80
+    assert path.stat().st_size == 88
 
 
 def test_a_write_that_got_through_in_part_is_taken_back(tmp_path, monkeypatch):
@@ -181,7 +181,7 @@ def test_a_write_that_got_through_in_part_is_taken_back(tmp_path, monkeypatch):
     log.append([(1, Progress(1, 0.1, 0.1))])
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:10]))
-    with pytest.raises(JournalError, match="10 of 40 bytes"):
+    with pytest.raises(JournalError, match="10 of 44 bytes"):
         log.append([(1, Progress(2, 0.1, 0.2))])
     monkeypatch.undo()
     log.append([(1, Progress(3, 0.1, 0.3))])

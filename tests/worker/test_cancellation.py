@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
+from decimal import Decimal
 
 import pytest
 
 from scheduler.engines.simulated import read_record
-from tenants.models import UsageRecord
+from tenants.models import Price, UsageRecord
 
 pytestmark = pytest.mark.usefixtures("demo")
 
@@ -28,6 +30,25 @@ async def test_a_running_request_is_freed_within_one_engine_step_and_billed_for_
     assert (row.status, row.reason) == ("aborted", "client_gone")
     assert 5 <= row.completion_tokens <= record["tokens"]
     assert row.attained is True  # what it had been given was in time
+
+
+async def test_a_request_that_is_cut_off_pays_for_its_prompt_what_a_whole_one_would(start):
+    rates = {"input_per_mtok": "2", "cached_input_per_mtok": "0.5", "output_per_mtok": "4"}
+    await Price.objects.acreate(model="demo", currency="USD", effective_from=datetime(2026, 1, 1, tzinfo=UTC), **rates)
+    async with start() as product:
+        await product.ready()
+        answer = product.submit(words=3, max_tokens=400, simulate={"usage": {"cached_tokens": 2}})
+        await product.until(lambda: answer.last is not None and getattr(answer.last, "tokens", 0) >= 5)
+        await answer.hang_up()
+        failing = product.submit(words=3, max_tokens=9, simulate={"usage": {"cached_tokens": 2}, "fail_at": 4})
+        await product.until(failing.done)
+        await product.settled()
+        product.assert_nothing_is_held()
+        rows = {row.status: row async for row in UsageRecord.objects.all()}
+    for status in ("aborted", "failed"):
+        row = rows[status]
+        assert (row.prompt_tokens, row.cached_tokens) == (3, 2)
+        assert row.charge == (Decimal(2) + 2 * Decimal("0.5") + row.completion_tokens * 4) / 10**6
 
 
 async def test_a_waiting_request_leaves_the_queue_and_is_not_billed(start):

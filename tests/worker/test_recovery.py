@@ -29,7 +29,7 @@ def crashed(folder, epoch=1, process="scheduler", **changes) -> EpochFiles:
     spool.close()
     log = Journal(files.journal)
     log.append([(first, Progress(5, 0.1, 0.5)), (second, Progress(4, 0.1, 0.6))])
-    log.append([(second, Progress(5, 0.1, 0.7, 0.02))])
+    log.append([(second, Progress(5, 0.1, 0.7, 0.02, 1))])
     log.close()
     return files
 
@@ -44,6 +44,7 @@ def test_open_intents_end_as_interrupted_with_what_the_journal_says(tmp_path):
     assert by_id["req-2"].first_token_at == pytest.approx(WALL + 0.6)
     assert by_id["req-2"].ended_at == pytest.approx(WALL + 1.2)
     assert by_id["req-2"].engine_seconds == 0.02
+    assert (by_id["req-2"].cached_tokens, by_id["req-3"].cached_tokens) == (1, 0)
     assert (by_id["req-3"].status, by_id["req-3"].completion_tokens) == ("interrupted", 0)
     assert by_id["req-3"].first_token_at is None
     assert by_id["req-3"].engine_seconds == 0.0
