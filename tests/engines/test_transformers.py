@@ -167,7 +167,8 @@ class TestTransformers(EngineContract):
         biased = msgspec.structs.replace(request.sampling, logit_bias={accent: 50.0})
         plain = await self.transcript(rig.engine, replace(request, sampling=biased))
         penalised = await self.transcript(
-            rig.engine, replace(request, id="penalised-2", sampling=replace(biased, frequency_penalty=20.0))
+            rig.engine,
+            replace(request, id="penalised-2", sampling=msgspec.structs.replace(biased, frequency_penalty=20.0)),
         )
         assert plain.text == "é" * 12
         assert 1 <= penalised.text.count("é") < 12
@@ -178,7 +179,7 @@ class TestTransformers(EngineContract):
         ignored = await self.transcript(rig.engine, replace(request, sampling=sampling))
         assert ignored.finished.reason is FinishReason.LENGTH
         ended = await self.transcript(
-            rig.engine, replace(request, id="ending-2", sampling=replace(sampling, ignore_eos=False))
+            rig.engine, replace(request, id="ending-2", sampling=msgspec.structs.replace(sampling, ignore_eos=False))
         )
         assert (ended.finished.reason, ended.finished.completion_tokens, ended.text) == (FinishReason.STOP, 1, "")
 
