@@ -85,7 +85,6 @@ class EngineContract:
 
     name: ClassVar[str]  # in scheduler.engines.ENGINES
     options: ClassVar[dict[str, Any]] = {}  # valid options for building one
-    answers_more: ClassVar[bool] = True  # it makes several answers, and tells log-probabilities
     abort_lag: ClassVar[int] = 1  # step reports after an abort that may still count the aborted request
 
     def make_prompt(self, words: int) -> ChatPrompt:
@@ -197,8 +196,6 @@ class EngineContract:
         return [Transcript(deltas[index], ends[index]) for index in deltas]
 
     async def test_every_answer_of_a_request_counts_and_ends_for_itself(self, rig: Rig) -> None:
-        if not self.answers_more:
-            pytest.skip("this engine makes one answer")
         request = await self.request(rig.engine, "several", words=13, max_tokens=12, n=2)
         alone = await self.transcript(rig.engine, await self.request(rig.engine, "alone", words=13, max_tokens=12))
         for answer in await self.transcripts(rig.engine, request):
@@ -210,8 +207,6 @@ class EngineContract:
             assert answer.text == alone.text
 
     async def test_leaving_frees_the_slots_of_all_answers(self, rig: Rig) -> None:
-        if not self.answers_more:
-            pytest.skip("this engine makes one answer")
         since = len(rig.steps.reports)
         request = await self.request(rig.engine, "all-leave", max_tokens=100, n=2)
         async with self.stream(rig.engine, request):
@@ -223,8 +218,6 @@ class EngineContract:
         assert all(report.running <= 1 for report in rig.steps.reports[since + self.abort_lag :])
 
     async def test_log_probabilities_spell_the_text_of_the_answer(self, rig: Rig) -> None:
-        if not self.answers_more:
-            pytest.skip("this engine tells no log-probabilities")
         request = await self.request(rig.engine, "likely", max_tokens=12, logprobs=3)
         answer = await self.transcript(rig.engine, request)
         tokens = [one for delta in answer.deltas for one in delta.logprobs] + list(answer.finished.logprobs)
@@ -240,8 +233,6 @@ class EngineContract:
         assert all(delta.logprobs == () for delta in plain.deltas)
 
     async def test_a_stop_string_is_not_shown_as_tokens_either(self, rig: Rig) -> None:
-        if not self.answers_more:
-            pytest.skip("this engine tells no log-probabilities")
         whole = (await self.transcript(rig.engine, await self.request(rig.engine, "uncut", max_tokens=24))).text
         stop = whole[len(whole) // 2 : len(whole) // 2 + 5]
         request = await self.request(rig.engine, "cut-tokens", max_tokens=24, stop=(stop,), logprobs=0)

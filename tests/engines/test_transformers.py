@@ -73,11 +73,15 @@ async def rig(model_folder: Path) -> AsyncIterator[Rig]:
 @pytest.mark.asyncio(loop_scope="class")
 class TestTransformers(EngineContract):
     name = "transformers"
-    answers_more = False
     options: ClassVar[dict[str, Any]] = {"path": "."}
     # It says that it does not resume (`EngineLimits.resumes`), so that nobody asks it to.
     test_an_answer_that_was_cut_goes_on_without_a_token_repeated_or_lost = None
     test_an_answer_goes_on_between_any_two_whole_characters = None
+    # It refuses such requests by name (`check_sampling`).
+    test_every_answer_of_a_request_counts_and_ends_for_itself = None
+    test_leaving_frees_the_slots_of_all_answers = None
+    test_log_probabilities_spell_the_text_of_the_answer = None
+    test_a_stop_string_is_not_shown_as_tokens_either = None
 
     def make_prompt(self, words: int) -> ChatPrompt:
         return user("sea " * words)
