@@ -180,6 +180,8 @@ def read_document(text: str, kind: type[DocumentT]) -> DocumentT:
         raw = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         raise DocumentError("", f"This is not YAML: {error}") from error
+    except RecursionError as error:
+        raise DocumentError("", "The document is nested too deep.") from error
     if not isinstance(raw, dict):
         raise DocumentError("", "The document must be a mapping with sections like 'tiers' and 'tenants'.")
     return read_part(raw, kind)
@@ -188,9 +190,45 @@ def read_document(text: str, kind: type[DocumentT]) -> DocumentT:
 def read_part(raw: Mapping[str, Any], kind: type[PartT], *, strict: bool = True) -> PartT:
     """`raw` as a part of a document; not `strict`, text may stand for numbers. Raises DocumentError."""
     try:
-        return msgspec.convert(raw, kind, strict=strict)
+        part = msgspec.convert(raw, kind, strict=strict)
+        _check(msgspec.to_builtins(part, builtin_types=(datetime,)), "")
     except msgspec.ValidationError as error:
         raise _explain(str(error), raw) from error
+    return part
+
+
+def _check(value: Any, path: str) -> None:
+    """Refuse values that have the right type and that a database does not keep, or not every one."""
+    match value:
+        case str():
+            if not _is_storable(value):
+                raise DocumentError(path, "Text cannot hold the character NUL or half a surrogate pair.")
+        case datetime():
+            if not _is_representable(value):
+                raise DocumentError(path, "The instant lies before the year 1 or after the year 9999 in UTC.")
+        case dict():
+            for name, one in value.items():
+                _check(name, path)
+                _check(one, f"{path}.{name}".lstrip("."))
+        case list():
+            for index, one in enumerate(value):
+                _check(one, f"{path}[{index}]")
+
+
+def _is_storable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
+
+
+def _is_representable(instant: datetime) -> bool:
+    try:
+        instant.astimezone(UTC)
+    except OverflowError:
+        return False
+    return True
 
 
 class _Loader(yaml.SafeLoader):

@@ -272,12 +272,17 @@ def test_a_mistake_anywhere_leaves_nothing_behind() -> None:
         ("prices: [{model: demo, tenant: nobody}]", "prices[0].tenant"),
         ("deployments: [{model: x, engine: magic}]", "deployments[0].engine"),
         ("""deployments: [{model: "x y", engine: simulated}]""", "deployments[0].model"),
+        ("""tenants: [{slug: acme, name: "a\\0b"}]""", "tenants[0].name"),
+        ("""tenants: [{slug: acme, limits: {models: {"\\uD800": {rpm: 1}}}}]""", "tenants[0].limits.models"),
+        (key_of("{name: a, expires_at: 9999-12-31T23:59:59-01:00}"), "tenants[0].keys[0].expires_at"),
+        ("prices: [{model: demo, from: 0001-01-01T00:00:00+01:00}]", "prices[0].from"),
         ("degradation_rules: none", "degradation_rules"),
         ("policy: {max_batch: 0}", "policy.max_batch"),
         ("version: 1\nversion: 1", ""),
         ("[]", ""),
         ("", ""),
         ("tiers: [", ""),
+        ("tiers: " + "[" * 5000, ""),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_by_its_path(example: Result, text: str, path: str) -> None:

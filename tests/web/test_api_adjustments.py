@@ -17,7 +17,7 @@ from tenants.ledger import record_usage
 from tenants.models import Adjustment, AuditEvent, Membership, Price, Retention, UsageRecord
 from tenants.pricing import TokenPrice, charge
 from tests.tenants.test_ledger import ROW
-from tests.web.people import People, Person
+from tests.web.people import API, People, Person
 from tests.web.test_api_keys import error
 
 AUGUST = datetime(2026, 8, 1, tzinfo=UTC)
@@ -100,6 +100,9 @@ def test_an_owner_who_is_also_a_developer_elsewhere_sees_the_adjustments_of_the_
         ({"reason": ""}, "reason"),
         ({"reason": "   "}, "reason"),
         ({"reason": "x" * 2001}, "reason"),
+        ({"reason": "a\0b"}, "reason"),
+        ({"starts_at": "0001-01-01T00:00:00+14:00"}, "starts_at"),
+        ({"ends_at": "9999-12-31T23:59:59-12:00"}, "ends_at"),
         ({"author": "somebody else"}, "author"),
         ({"at": "2026-08-01T00:00:00Z"}, "at"),
     ],
@@ -107,6 +110,12 @@ def test_an_owner_who_is_also_a_developer_elsewhere_sees_the_adjustments_of_the_
 def test_what_cannot_be_is_refused_by_name(people: People, changes: dict[str, Any], param: str) -> None:
     assert error(people.fay.post("adjustments", CREDIT | changes), 400)["param"] == param
     assert not Adjustment.objects.exists() and not AuditEvent.objects.exists()
+
+
+@pytest.mark.parametrize("body", [b'{"reason": "\\ud800!"}', b'{"amount": NaN}', b"[" * 100_000, b'{"reason": "\xff"}'])
+def test_what_is_no_json_is_refused(people: People, body: bytes) -> None:
+    answer = people.fay.client.generic("POST", f"{API}adjustments", body, content_type="application/json")
+    assert error(answer, 400)["code"] == "invalid_json"
 
 
 def test_a_tenant_that_is_not_there_is_a_404(people: People) -> None:

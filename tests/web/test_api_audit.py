@@ -72,6 +72,8 @@ def test_events_are_found_by_time(history: People) -> None:
     assert found(history, f"since={later}") == []
     assert error(history.olga.get("audit?since=2026-01-01T00:00:00"), 400)["param"] == "since"
     assert error(history.olga.get("audit?since=yesterday"), 400)["param"] == "since"
+    assert error(history.olga.get("audit?since=0001-01-01T00:00:00%2B14:00"), 400)["param"] == "since"
+    assert error(history.olga.get("audit?text=%00"), 400)["param"] == "text"
 
 
 def test_pages_follow_each_other_without_gap_while_events_come(history: People) -> None:

@@ -109,6 +109,7 @@ def test_memberships_are_listed_and_cannot_be_written(people: People) -> None:
     everybody = people.olga.get("memberships").json()["data"]
     assert {(one["user"], one["role"], one["tenant"]) for one in everybody} == {
         ("olga", "operator", None),
+        ("fay", "finance", None),
         ("ann", "owner", "acme"),
         ("dev", "developer", "acme"),
         ("gus", "owner", "globex"),
