@@ -1,6 +1,6 @@
 """Rows that are written once: the ledger, its adjustments and the audit log.
 
-The database holds to that by itself: triggers refuse what goes past these classes (migration 0009). A migration that
+The database holds to that by itself: triggers refuse what goes past these classes (migrations 0009, 0011). A migration that
 makes one of their tables anew, as SQLite does for most changes, has to make its triggers again.
 """
 

@@ -65,6 +65,18 @@ def test_the_database_refuses_to_change_and_to_remove_rows(table: str) -> None:
         assert cursor.execute(f"SELECT COUNT(*) FROM {table}").fetchone() == (1,)
 
 
+@pytest.mark.parametrize("table", TABLES)
+def test_the_database_refuses_to_put_a_row_in_the_place_of_another(table: str) -> None:
+    columns = [column.name for column in connection.introspection.get_table_description(connection.cursor(), table)]
+    others = ", ".join(column for column in columns if column != "id")
+    assert refused(f"INSERT INTO {table} SELECT * FROM {table} WHERE true ON CONFLICT (id) DO UPDATE SET id = 1")
+    if connection.vendor == "sqlite":  # PostgreSQL has no REPLACE
+        assert refused(f"REPLACE INTO {table} SELECT * FROM {table}")
+        assert table != UsageRecord._meta.db_table or refused(
+            f"REPLACE INTO {table} ({others}) SELECT {others} FROM {table}"
+        )
+
+
 def test_only_rows_older_than_the_border_go_and_only_while_a_batch_is_removed() -> None:
     record_usage([replace(ROW, request_id="new", arrived_at=NOON + timedelta(microseconds=1))])
     border = Retention.objects.create(kept_since=NOON + timedelta(microseconds=1))
