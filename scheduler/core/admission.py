@@ -112,7 +112,7 @@ class Admission:
         spending: Spending = NOTHING,
     ) -> Refusal | None:
         """Reserve one request, `tokens` (prompt and the most it may produce), one running place and `spending`, or
-        nothing at all.
+        nothing at all. Of several limits in the way, the one that is longest in it is the answer.
 
         Raises ValueError if the request holds a reservation already.
         """
@@ -121,13 +121,14 @@ class Admission:
         applying = limits
         if not all(limit.model in ("", model) for limit in limits):  # as a rule all do, and are kept without a copy
             applying = [limit for limit in limits if limit.model in ("", model)]
+        refused: Refusal | None = None
         for limit in applying:
             refusal = self._check(limit, tokens, now)
-            if refusal is not None:
-                return refusal
-        refusal = self.budgets.check(spending, now)
-        if refusal is not None:
-            return refusal
+            if refusal is not None and (refused is None or _holds_longer(refusal, refused)):
+                refused = refusal
+        refused = refused or self.budgets.check(spending, now)
+        if refused is not None:
+            return refused
         reservation = Reservation(_slot(now), tokens, applying, self.budgets.take(spending, now))
         for limit in applying:
             self._take(limit, reservation)
@@ -282,6 +283,13 @@ class Admission:
             window.roll(now)
             if not window.slots:
                 del self._windows[key]
+
+
+def _holds_longer(one: Refusal, other: Refusal) -> bool:
+    """Whether `one` would still refuse when `other` does not any more."""
+    if one.retry_after is None or other.retry_after is None:
+        return other.retry_after is not None
+    return one.retry_after > other.retry_after
 
 
 def _key(limit: Limit) -> CounterKey:

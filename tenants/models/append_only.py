@@ -1,7 +1,7 @@
 """Rows that are written once: the ledger, its adjustments and the audit log.
 
-The database holds to that by itself: triggers refuse what goes past these classes (migrations 0009, 0011). A migration that
-makes one of their tables anew, as SQLite does for most changes, has to make its triggers again.
+The database holds to that by itself: triggers refuse what goes past these classes (migrations 0009, 0011). A
+migration that makes one of their tables anew, as SQLite does for most changes, has to make its triggers again.
 """
 
 from __future__ import annotations

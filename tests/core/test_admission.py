@@ -106,6 +106,22 @@ def test_a_request_larger_than_the_whole_limit_is_never_told_to_retry() -> None:
     assert (refusal.reason, refusal.retry_after) == (Reason.LIMIT_TOO_LARGE, None)
 
 
+@pytest.mark.parametrize("turn", [1, -1])
+def test_of_several_limits_the_one_that_refuses_longest_says_when_to_come_back(turn: int) -> None:
+    admission = Admission()
+    limits = [limit("rpm", 2), limit("tpm", 100), limit("concurrency", 2)][::turn]
+    admission.reserve("a", limits, "m", 10, 0.0)
+    admission.reserve("b", limits, "m", 80, 30.0)
+    refusal = admission.reserve("c", limits, "m", 50, 31.0)
+    assert refusal is not None and refusal.reason is Reason.LIMIT_TPM and refusal.retry_after is not None
+    for request in ("a", "b"):
+        admission.settle(request, 10 if request == "a" else 80, 31.0)
+    assert admission.reserve("c", limits, "m", 50, 31.0 + refusal.retry_after - 0.01) is not None
+    assert admission.reserve("c", limits, "m", 50, 31.0 + refusal.retry_after + 0.001) is None
+    never = admission.reserve("d", limits, "m", 101, 31.0)
+    assert never is not None and never.reason is Reason.LIMIT_TOO_LARGE
+
+
 def test_limits_of_another_model_do_not_apply() -> None:
     admission = Admission()
     limits = [limit("rpm", 1, model="other")]
