@@ -16,6 +16,7 @@ from django.db.models import Model, QuerySet
 from django.http import HttpRequest, HttpResponseBase
 from django.template.loader import render_to_string
 from django.utils import timezone
+from django.utils.text import Truncator
 from django.utils.translation import gettext_lazy as _
 from unfold.admin import ModelAdmin, TabularInline
 from unfold.forms import ActionForm, AdminPasswordChangeForm, UserChangeForm, UserCreationForm
@@ -47,6 +48,8 @@ from .models.change import Change
 from .running_budgets import running_budgets
 from .tiers import FIELDS, TierError, check_tiers
 
+SHORT_REASON = 60  # characters
+
 
 def actor_of(request: HttpRequest) -> str:
     return f"user {request.user.get_username()}"
@@ -69,9 +72,13 @@ def reason_field() -> forms.CharField:
 
 
 class ReasonedActionForm(ActionForm):  # type: ignore[misc]  # the package has no types
-    """What is to be done with the selected rows, and why."""
+    """What is to be done with the selected rows, and why: two fields of one height, side by side."""
 
-    reason = reason_field()
+    reason = forms.CharField(
+        label=_("Reason"),
+        max_length=MAX_REASON,
+        widget=forms.TextInput({"class": "bg-white/20 font-medium px-2 py-1 rounded-default text-white w-full"}),
+    )
 
 
 class AuditedAdmin(ModelAdmin):  # type: ignore[misc]  # the package has no types
@@ -170,6 +177,7 @@ class TierForm(forms.ModelForm):  # type: ignore[type-arg]  # generic in the stu
     class Meta:
         model = Tier
         fields = ["name", *FIELDS.values()]
+        labels = {"min_slo_threshold": _("Min SLO threshold")}
 
     def _post_clean(self) -> None:
         super()._post_clean()  # type: ignore[misc]  # builds self.instance; not in the stubs
@@ -242,7 +250,7 @@ class ApiKeyAdmin(AuditedAdmin):
     """Rotation here leaves the old secret good for a day; the API takes any time."""
 
     form = ApiKeyForm
-    list_display = ("name", "tenant", "owner", "scopes", "expires_at", "revoked_at")
+    list_display = ("name", "tenant", "owner", "may", "expires_at", "revoked_at")
     list_filter = ("tenant",)
     list_select_related = ("tenant", "owner")
     search_fields = ("name", "secrets__lookup", "tenant__slug")
@@ -264,6 +272,10 @@ class ApiKeyAdmin(AuditedAdmin):
     def save_related(self, request: HttpRequest, form: Any, formsets: Any, change: bool) -> None:
         if change:  # a new key is already on record
             super().save_related(request, form, formsets, change)
+
+    @admin.display(description=_("Scopes"))
+    def may(self, key: ApiKey) -> str:
+        return ", ".join(key.scopes)
 
     @admin.action(description="Rotate the selected keys: the old secrets are good for one more day")
     def rotate(self, request: HttpRequest, queryset: QuerySet[ApiKey]) -> None:
@@ -367,10 +379,21 @@ class RetentionAdmin(ReadOnlyAdmin):
 
 @admin.register(AuditEvent)
 class AuditEventAdmin(ReadOnlyAdmin):
-    list_display = ("at", "actor", "action", "target", "reason")
+    list_display = ("when", "actor", "action", "target", "why")
+    fields = ("when", "actor", "action", "target", "before", "after", "reason", "source_ip", "tenant_id")
+    readonly_fields = ("when",)
     list_filter = ("action",)
-    search_fields = ("actor", "target")
+    search_fields = ("actor", "target", "reason")
     show_full_result_count = False
+
+    @admin.display(description=_("At"), ordering="at")
+    def when(self, event: AuditEvent) -> str:
+        return in_utc(event.at)
+
+    @admin.display(description=_("Reason"))
+    def why(self, event: AuditEvent) -> str:
+        """Its beginning: on a phone a row of the list has one line."""
+        return Truncator(event.reason).chars(SHORT_REASON)
 
 
 @admin.register(ProcessHeartbeat)

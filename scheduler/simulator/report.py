@@ -17,7 +17,7 @@ FEW_HORIZONS = 10  # a trace that is shorter says little: what is due after its 
 COLUMNS = (
     "tier", "requests", "attained", "rejected", "TTFT p50/p95/p99 (s)", "E2E p50/p95/p99 (s)", "share", "expected",
 )  # fmt: skip
-WIDTHS = (10, 9, 10, 10, 24, 24, 8, 10)  # of the columns as text; the first is of names, the others of figures
+WIDTHS = (10, 8, 9, 9, 23, 23, 8, 9)  # of the columns as text; the first is of names, the others of figures
 POLICY_WIDTH = 16
 
 
@@ -142,7 +142,8 @@ def _cells(figures: TierResult) -> tuple[str, ...]:
 
 def _aligned(row: tuple[str, ...]) -> str:
     name, *figures = row
-    return f"{name:{WIDTHS[0]}}" + "".join(f"{cell:>{width}}" for cell, width in zip(figures, WIDTHS[1:], strict=True))
+    columns = (f"{cell:>{width}}" for cell, width in zip(figures, WIDTHS[1:], strict=True))
+    return " ".join((f"{name:{WIDTHS[0]}}", *columns))  # a cell wider than its column does not touch the next
 
 
 def _percent(share: float | None) -> str:

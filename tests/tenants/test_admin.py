@@ -274,6 +274,23 @@ def test_a_membership_stays_with_its_person_and_tenant(browser: Client, bob: Use
     assert (membership.tenant.slug, membership.role) == ("acme", "owner")
 
 
+def test_the_audit_log_says_when_in_utc_and_is_searched_by_reason(browser: Client, acme: Tenant) -> None:
+    browser.post(page(Tier, "change", acme.tier.pk), values_of(acme.tier, weight=7, reason="peak hour"))
+    event = AuditEvent.objects.get()
+    when = f"{event.at:%Y-%m-%d %H:%M:%S} UTC"
+    found = browser.get(page(AuditEvent, "changelist"), {"q": "peak"}).content.decode()
+    assert when in found and "peak hour" in found
+    assert when not in browser.get(page(AuditEvent, "changelist"), {"q": "quiet"}).content.decode()
+    assert when in browser.get(page(AuditEvent, "change", event.pk)).content.decode()
+
+
+def test_a_list_of_keys_names_scopes_and_asks_for_the_reason_of_an_action(browser: Client, acme: Tenant) -> None:
+    issue(acme, "prod", scopes=["inference", "usage"])
+    text = browser.get(page(ApiKey, "changelist")).content.decode()
+    assert "inference, usage" in text
+    assert re.search(r'<label[^>]*>Reason <input type="text" name="reason"[^>]* required', text)
+
+
 # --- budgets ----------------------------------------------------------------------------------------------------------
 
 
