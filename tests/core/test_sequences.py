@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from scheduler.core.batcher import Batcher
 from scheduler.core.kv_forecast import Forecast
 from scheduler.core.service import Service
-from scheduler.core.types import Lane, PoolCapacity, Reason, Request, TierSpec
+from scheduler.core.types import Hold, Lane, Outcome, PoolCapacity, Reason, Request, TierSpec
 from tests.core.cast import CAPACITY, dispatched, planner, request
 from tests.laws import laws
 
 ROOMY = PoolCapacity(max_seqs=64, step_tokens=64, kv_tokens=6400, block_size=16, max_model_len=256)
+LONG = PoolCapacity(max_seqs=64, step_tokens=8192, kv_tokens=32_000, block_size=16, max_model_len=16_000)
 flights = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 12)), max_size=8)
 
 
@@ -112,3 +113,42 @@ def test_every_answer_is_charged_its_part_of_a_step() -> None:
     service.step(1.0, 0, (0.01, 0.0, 0.0, 0.001, 1e-5))
     assert service.charged("a") == pytest.approx(0.75)
     assert service.ended("a") + service.ended("b") == pytest.approx(1.0)
+
+
+def test_wfq_charges_all_answers_when_they_are_dispatched() -> None:
+    """Of two tiers of one weight, the one that has got eight answers lets the other have as many requests."""
+    pool = planner("wfq", ROOMY)
+    pool.arrive(several("wide", 8, max_tokens=50), 0.0)
+    assert dispatched(pool.decide(0.0)) == ["wide"]
+    for number in range(3):
+        pool.arrive(request(f"s{number}", "silver", max_tokens=50, arrival=0.1), 0.1)
+        pool.arrive(request(f"b{number}", "bronze", max_tokens=50, arrival=0.2), 0.2)
+    assert dispatched(pool.decide(0.2)) == ["b0", "b1", "b2", "s0", "s1", "s2"]
+
+
+def test_article_expects_the_tokens_of_all_answers_as_it_learns_them() -> None:
+    """A token takes a fortieth of a second, however many answers there are: two times forty are not done in 1.4 s."""
+    pool = planner("article", ROOMY)
+    for round, many in enumerate((1, 4, 1, 4)):
+        at, tokens = 10.0 * round, 10 * many
+        pool.arrive(several(f"{round}", many, arrival=at, prompt_tokens=1, stream=False, deadline=at + 9.0), at)
+        assert dispatched(pool.decide(at + 0.05)) == [f"{round}"]
+        pool.progress(f"{round}", tokens, at + 0.1)
+        pool.finished(f"{round}", Outcome(completion_tokens=tokens), at + 0.05 + tokens / 40)
+    for id in ("a", "b"):
+        pool.arrive(several(id, 4, arrival=50.0, prompt_tokens=1, stream=False, deadline=52.0), 50.0)
+    assert dispatched(pool.decide(50.05)) == ["a"]
+
+
+@pytest.mark.parametrize(("many", "held"), [(1, []), (3, [Reason.LONG_LANE])])
+def test_the_long_lane_counts_the_memory_of_all_answers(many: int, held: list[Reason]) -> None:
+    """Long prompts have 40 % of memory: beside one of an eighth there is room for another, and not for three."""
+    pool = planner("batching_aware", LONG)
+    for number in range(40):  # by them 4,000 tokens are long
+        pool.arrive(request(f"short{number}", deadline=1e3), 0.0)
+        pool.cancel(f"short{number}", 0.0)
+    pool.arrive(request("first", prompt_tokens=4000, deadline=1e3), 0.0)
+    assert dispatched(pool.decide(0.0)) == ["first"]
+    pool.progress("first", 9, 1.0)  # well ahead of its pace, so that it can bear the next prompt
+    pool.arrive(several("second", many, arrival=1.0, prompt_tokens=4000, deadline=1e3), 1.0)
+    assert [one.reason for one in pool.decide(1.0) if isinstance(one, Hold)] == held

@@ -176,5 +176,6 @@ class Article(Policy):
         return estimate <= DEADLINE_SHARE * (batch.oldest.deadline - now)
 
     def _expected_tokens(self, request: Request) -> int:
-        """Tokens up to the contract point."""
-        return request.prompt_tokens + (0 if request.stream else self.books.expected_tokens(request))
+        """Tokens up to the contract point, of all its answers: what `ended` will see."""
+        produced = 0 if request.stream else request.sequences * self.books.expected_tokens(request)
+        return request.prompt_tokens + produced

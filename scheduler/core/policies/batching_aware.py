@@ -527,5 +527,6 @@ class BatchingAware(Policy):
         prefilling = sum(1 for flight in running if flight.first_token is None)
         if prefilling >= (2 if now - self._best_seen > BEST_QUIET else 1):
             return True
-        blocks = sum(flight.blocks for flight in running) + books.capacity.blocks(request.prompt_tokens)
+        own = request.sequences * books.capacity.blocks(request.prompt_tokens)
+        blocks = sum(flight.blocks for flight in running) + own
         return bool(running) and blocks > LONG_KV_SHARE * books.capacity.total_blocks

@@ -47,7 +47,7 @@ class Wfq(Policy):
         yield Candidate(first, Reason.FAIR_TURN)
 
     def dispatched(self, request: Request, now: float) -> None:
-        tokens = request.prompt_tokens + OUTPUT_WEIGHT * self.books.expected_tokens(request)
+        tokens = request.prompt_tokens + OUTPUT_WEIGHT * request.sequences * self.books.expected_tokens(request)
         charge = self._charged[request.id] = tokens / (self.books.tier(request).weight or 1.0)
         self._counters[request.tier] += charge
 
