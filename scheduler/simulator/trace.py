@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import itertools
-import math
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,9 @@ REQUIRED = ("arrival_s", "prompt_tokens", "output_tokens")
 # Sources that quantise their arrivals carry a second column in which the ticks are spread; it is the one to replay.
 SPREAD = "arrival_spread_s"
 GZIP_MAGIC = b"\x1f\x8b"
+# Far beyond any trace; what is larger is a mistake, and arithmetic on it would overflow.
+MOST_SECONDS = 1e12
+MOST_TOKENS = 10**9
 
 
 class TraceError(Exception):
@@ -51,8 +53,8 @@ def _open(path: Path) -> TextIO:
     with path.open("rb") as file:
         compressed = file.read(2) == GZIP_MAGIC
     if compressed:
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
 
 
 def _rows(reader: csv.DictReader[str], path: Path, limit: int | None) -> Iterable[TraceRow]:
@@ -76,8 +78,10 @@ def _row(record: Mapping[str, str | None], arrival: str) -> TraceRow:
         output_tokens=int(record["output_tokens"] or ""),
         tenant=record.get("tenant") or "",
     )
-    if not math.isfinite(row.arrival):
+    if not abs(row.arrival) <= MOST_SECONDS:  # nor if it is no number
         raise ValueError(f"the arrival {row.arrival} is no instant.")
     if row.prompt_tokens < 1 or row.output_tokens < 1:
         raise ValueError("a request has at least one prompt token and one output token.")
+    if max(row.prompt_tokens, row.output_tokens) > MOST_TOKENS:
+        raise ValueError(f"a request has at most {MOST_TOKENS:,} prompt tokens and as many output tokens.")
     return row

@@ -56,7 +56,9 @@ def test_spread_arrivals_are_preferred_and_tenants_kept_and_plain_files_read(tmp
         (b"arrival_s,prompt_tokens,output_tokens\n0,1,1\n1,x,2\n", "line 3: invalid literal"),
         (b"arrival_s,prompt_tokens,output_tokens\n0,1\n", "line 2"),
         (b"arrival_s,prompt_tokens,output_tokens\nnan,1,1\n", "no instant"),
+        (b"arrival_s,prompt_tokens,output_tokens\n0,1,1\n1e308,1,1\n", "line 3: the arrival 1e\\+308 is no instant"),
         (b"arrival_s,prompt_tokens,output_tokens\n0,0,1\n", "at least one prompt token"),
+        (b"arrival_s,prompt_tokens,output_tokens\n0,1,1" + 400 * b"0" + b"\n", "at most 1,000,000,000"),
         (b"\xff\xfe\x00garbage\x80", "cannot be read as a trace"),
         (b"\x1f\x8bno gzip after all", "cannot be read as a trace"),
         (
@@ -70,6 +72,12 @@ def test_what_is_no_trace_is_refused_with_the_place(tmp_path: Path, content: byt
     path.write_bytes(content)
     with pytest.raises(TraceError, match=says):
         read_trace(path)
+
+
+def test_a_trace_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"\xef\xbb\xbfarrival_s,prompt_tokens,output_tokens\n0,3,4\n")
+    assert read_trace(path) == [TraceRow(0.0, 3, 4)]
 
 
 def test_a_missing_trace_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ class _Progress:
 def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1e6:
-        raise argparse.ArgumentTypeError("must be above 0")
+        raise argparse.ArgumentTypeError("must be above 0 and at most 1,000,000")
     return value
 
 
