@@ -77,4 +77,5 @@ class Membership(TenantOwned):
         ]
 
     def __str__(self) -> str:
-        return f"{self.user} as {self.role}"
+        where = f" of {self.tenant}" if self.tenant else ""
+        return f"{self.user} as {self.role}{where}"

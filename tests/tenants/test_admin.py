@@ -255,6 +255,7 @@ def test_who_removes_a_member_is_told_which_keys_stay_and_so_is_the_audit_log(br
         "left",
         ["acme/ci", "acme/notebook"],
     )
+    assert event.target == "membership bob as developer of acme"
     assert event.tenant_id == str(Tenant.objects.get(slug="acme").pk)
     assert ApiKey.objects.filter(owner=bob, revoked_at__isnull=True).count() == 4
 
