@@ -112,7 +112,7 @@ class Admission:
         spending: Spending = NOTHING,
     ) -> Refusal | None:
         """Reserve one request, `tokens` (prompt and the most it may produce), one running place and `spending`, or
-        nothing at all. Of several limits in the way, the one that is longest in it is the answer.
+        nothing at all. Of several limits and budgets in the way, the one that is longest in it is the answer.
 
         Raises ValueError if the request holds a reservation already.
         """
@@ -124,11 +124,11 @@ class Admission:
         refused: Refusal | None = None
         for limit in applying:
             refusal = self._check(limit, tokens, now)
-            if refusal is not None and (refused is None or _holds_longer(refusal, refused)):
-                refused = refusal
-        refused = refused or self.budgets.check(spending, now)
-        if refused is not None:
-            return refused
+            if refusal is not None:
+                refused = _longer(refused, refusal)
+        refusal = self.budgets.check(spending, now)
+        if refusal is not None or refused is not None:
+            return _longer(refused, refusal)
         reservation = Reservation(_slot(now), tokens, applying, self.budgets.take(spending, now))
         for limit in applying:
             self._take(limit, reservation)
@@ -285,11 +285,13 @@ class Admission:
                 del self._windows[key]
 
 
-def _holds_longer(one: Refusal, other: Refusal) -> bool:
-    """Whether `one` would still refuse when `other` does not any more."""
+def _longer(one: Refusal | None, other: Refusal | None) -> Refusal | None:
+    """The refusal that still holds when the other does not any more."""
+    if one is None or other is None:
+        return one or other
     if one.retry_after is None or other.retry_after is None:
-        return other.retry_after is not None
-    return one.retry_after > other.retry_after
+        return one if one.retry_after is None else other
+    return one if one.retry_after >= other.retry_after else other
 
 
 def _key(limit: Limit) -> CounterKey:

@@ -72,6 +72,17 @@ def test_of_several_budgets_and_rates_all_are_reserved_or_none() -> None:
     assert [account.reserved for account in accounts] == [15, 15]
 
 
+@pytest.mark.parametrize(("period", "ends"), [("total", None), ("day", 43_200)])
+def test_who_has_spent_a_budget_is_not_told_to_come_back_for_a_rate(period: str, ends: float | None) -> None:
+    admission, one = Admission(), budget(10, period=period)
+    lend(admission, one, 10)
+    rpm = Limit("tenant", "1", "", "rpm", 1)
+    assert admission.reserve("a", [rpm], "m", 10, 0.0, Spending((one,), 10, 0, NOON)) is None
+    refusal = admission.reserve("b", [rpm], "m", 10, 0.0, Spending((one,), 10, 0, NOON))
+    assert refusal is not None
+    assert (refusal.reason, refusal.retry_after) == (Reason.LIMIT_TENANT_TOKENS, ends)
+
+
 def test_money_is_reserved_and_paid_in_money() -> None:
     admission, one = Admission(), budget(1000, unit="USD")
     account = lend(admission, one, 1000)
