@@ -6,7 +6,7 @@ database is away, known keys go on until the poller has been out of touch for `l
 
     AuthError
     ├── InvalidKeyError       malformed, unknown, wrong, revoked, expired: the caller cannot tell which (401)
-    ├── AddressRefusedError   a valid key from an address it does not allow (403)
+    ├── AddressRefusedError   a valid key from an address it does not allow (401)
     ├── TenantSuspendedError  a valid key of a suspended tenant (403)
     └── AuthUnavailableError  the database is away and the key is not known here (503)
 """

@@ -223,6 +223,7 @@ class TestCommand:
             ),
             ({"--output": "-1"}, "invalid rate"),
             ({"--output": "0.000000001"}, "invalid rate"),
+            ({"--from": "0001-01-01T00:00:00+14:00"}, "invalid instant"),
         ],
     )
     def test_what_cannot_be_is_refused(self, acme: Tenant, changes: dict[str, str | None], message: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from datetime import datetime
+from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -101,4 +101,7 @@ def instant(text: str) -> datetime:
     value = datetime.fromisoformat(text)
     if value.tzinfo is None:
         raise ValueError("an instant needs an offset, like 2026-08-01T00:00:00Z")
-    return value
+    try:
+        return value.astimezone(UTC)
+    except OverflowError as error:  # no year of UTC
+        raise ValueError(text) from error
