@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.core.batcher import Batcher
 from scheduler.core.kv_forecast import Forecast
+from scheduler.core.planner import Planner
+from scheduler.core.reservation import Reservation, may_pass, reserve
 from scheduler.core.service import Service
-from scheduler.core.types import Hold, Lane, Outcome, PoolCapacity, Reason, Request, TierSpec
-from tests.core.cast import CAPACITY, dispatched, planner, request
+from scheduler.core.types import Hold, Lane, Outcome, PolicyConfig, PoolCapacity, Preempt, Reason, Request, TierSpec
+from tests.core.cast import CAPACITY, TIERS, dispatched, planner, request
 from tests.laws import laws
 
 ROOMY = PoolCapacity(max_seqs=64, step_tokens=64, kv_tokens=6400, block_size=16, max_model_len=256)
@@ -152,3 +156,63 @@ def test_the_long_lane_counts_the_memory_of_all_answers(many: int, held: list[Re
     pool.progress("first", 9, 1.0)  # well ahead of its pace, so that it can bear the next prompt
     pool.arrive(several("second", many, arrival=1.0, prompt_tokens=4000, deadline=1e3), 1.0)
     assert [one.reason for one in pool.decide(1.0) if isinstance(one, Hold)] == held
+
+
+def test_a_reservation_is_for_all_answers() -> None:
+    """Of four that run, as many must have ended as it has answers; nothing is left over then, nor promised."""
+    pool = planner("continuous", ROOMY, max_batch=4)
+    for number in range(4):
+        pool.arrive(request(f"{number}", max_tokens=10 * number + 10), 0.0)
+    assert len(dispatched(pool.decide(0.0))) == 4
+    made = [reserve(pool.books, several("w", many), 4, 400, lambda one, _: one.max_tokens, 0.0) for many in range(1, 5)]
+    assert [one.spare_slots for one in made] == [0, 0, 0, 0]
+    starts = [one.start for one in made]
+    assert starts == sorted(set(starts))
+
+
+def test_answers_pass_a_reservation_only_with_a_spare_slot_for_each() -> None:
+    pool = planner("continuous", ROOMY)
+    reservation = Reservation(request("first"), start=0.0, spare_slots=2, spare_blocks=400)
+    assert may_pass(pool.books, reservation, several("a", 2), 0.0)
+    assert not may_pass(pool.books, reservation, several("a", 3), 0.0)
+
+
+@pytest.mark.parametrize(("many", "goes"), [(2, ["wide"]), (3, [])])
+def test_answers_wait_for_slots_within_what_an_overload_leaves(many: int, goes: list[str]) -> None:
+    """At level 3 seven of ten slots are in use at most."""
+    pool = planner("batching_aware", ROOMY, max_batch=10)
+    for number in range(5):
+        pool.arrive(request(f"{number}", "gold", prompt_tokens=1), 0.0)
+    assert len(dispatched(pool.decide(0.0))) == 5
+    for number in range(5):
+        pool.progress(f"{number}", 9, 0.1)
+    pool.arrive(several("wide", many, arrival=0.1), 0.1)
+    pool.books.level = 3
+    assert dispatched(pool.decide(0.1)) == goes
+
+
+def test_answers_cost_as_much_as_they_produce_together() -> None:
+    books = planner("continuous", ROOMY).books
+    one, three = request("a", prompt_tokens=0), several("b", 3, prompt_tokens=0)
+    assert books.cost(three) == pytest.approx(3 * books.cost(one))
+
+
+def test_the_length_of_one_answer_is_learned_not_that_of_all() -> None:
+    pool = planner("continuous", ROOMY)
+    for number in range(50):
+        pool.arrive(several(f"{number}", 4, max_tokens=100), 0.0)
+        pool.decide(0.0)
+        pool.finished(f"{number}", Outcome(completion_tokens=40), 1.0)
+    assert pool.books.expected_tokens(request("next", max_tokens=100)) <= 16
+
+
+@pytest.mark.parametrize(("resumable", "victims"), [(True, ["low"]), (False, [])])
+def test_what_cannot_be_resumed_is_never_evicted(resumable: bool, victims: list[str]) -> None:
+    """As requests of several answers cannot: the last chance of the best rank is then none."""
+    tiers = TIERS | {"bronze": replace(TIERS["bronze"], preemptible=True)}
+    pool = Planner(replace(ROOMY, max_seqs=1), tiers, PolicyConfig(name="batching_aware"))
+    pool.arrive(request("low", "bronze", max_tokens=200, resumable=resumable, deadline=9.0), 0.0)
+    assert dispatched(pool.decide(0.0)) == ["low"]
+    pool.progress("low", 1, 0.1)
+    pool.arrive(request("high", "gold", arrival=0.1), 0.1)
+    assert [one.request.id for one in pool.decide(0.2) if isinstance(one, Preempt)] == victims
