@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,7 @@ LONG = PoolCapacity(max_seqs=64, step_tokens=8192, kv_tokens=32_000, block_size=
 flights = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 12)), max_size=8)
 
 
-def several(id: str, many: int, **changes: object) -> Request:
+def several(id: str, many: int, **changes: Any) -> Request:
     return request(id, sequences=many, **changes)
 
 
