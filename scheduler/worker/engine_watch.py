@@ -2,9 +2,9 @@
 
 Two troubles are seen from outside. *Silence*: no step and no token for five times the predicted step, and for no less
 than ten seconds, while something runs; such an engine is dead. *Crowding*: the engine's own queue, in which nobody can
-be put before another any more, holds more than two requests for three steps; nothing is dispatched until it holds one at
-most. A policy that hands over more than a step can hold crowds the engine again as soon as it may: crowdings less than
-ten seconds apart are one episode, and an episode is one alarm.
+be put before another any more, holds more than two requests for three steps; nothing is dispatched until it holds one
+at most. A policy that hands over more than a step can hold crowds the engine again as soon as it may: crowdings less
+than ten seconds apart are one episode, and an episode is one alarm.
 
 After a death only a part of the engine is used, in case it was too much for it: half of its sequences and nine tenths
 of its memory for each death, and a tenth more for every five minutes without another. The next engine is started with

@@ -2,7 +2,8 @@
 
 An append-only binary file of fixed-size records; the last whole record of a request wins. All progress of one flush
 goes out in a single `write`. A torn tail (the process died inside the write) is ignored; a record whose checksum is
-wrong ends the file. When the file has grown past its bound it is replaced by one that holds only the running requests.
+wrong ends the file, and if it is the first, the file is not one of this version. When the file has grown past its bound
+it is replaced by one that holds only the running requests.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_BYTES = 16 * 1024 * 1024
 
 
 class JournalError(Exception):
-    """The journal cannot be written (disk full, file gone)."""
+    """The journal cannot be written (disk full, file gone), or was written by another version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,10 @@ def _encode(entries: Iterable[Entry]) -> bytes:
 
 
 def read(path: Path) -> dict[int, Progress]:
-    """The last progress of each serial in a journal that nobody writes to. A missing file is an empty one."""
+    """The last progress of each serial in a journal that nobody writes to. A missing file is an empty one.
+
+    Raises JournalError if not even its first record is one of this version: taken for empty, it would bill nothing.
+    """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -133,6 +137,8 @@ def read(path: Path) -> dict[int, Progress]:
     whole = len(data) - len(data) % _RECORD.size
     for serial, tokens, cached, first, last, seconds, checksum in _RECORD.iter_unpack(data[:whole]):
         if checksum != zlib.crc32(_BODY.pack(serial, tokens, cached, first, last, seconds)):
+            if not latest:
+                raise JournalError(f"{path.name}: not in the format of this version")
             break
         latest[serial] = Progress(tokens, first, last, seconds, cached)
     return latest

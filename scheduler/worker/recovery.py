@@ -17,7 +17,7 @@ from scheduler.core.admission import Admission
 from scheduler.core.types import Limit, Reason
 from scheduler.worker import journal
 from scheduler.worker.files import EpochFiles, epochs_of
-from scheduler.worker.journal import Progress
+from scheduler.worker.journal import JournalError, Progress
 from scheduler.worker.settlement import Store, StoreError, carry
 from scheduler.worker.spool import Ending, Intent, Spool, SpoolError
 
@@ -34,7 +34,8 @@ Release = Callable[[int], Awaitable[None]]
 def close_books(folder: Path, process: str, epoch: int) -> tuple[list[EpochFiles], list[Ending]]:
     """Settle the open intents of every epoch of `process` before `epoch`; answers the files and all their endings.
 
-    Blocking; run it before requests are taken in. A spool that cannot be read is left where it is and logged.
+    Blocking; run it before requests are taken in. Books that cannot be read are left where they are and logged: a start
+    of the version that wrote them settles them.
     """
     closed: list[EpochFiles] = []
     endings: list[Ending] = []
@@ -43,8 +44,10 @@ def close_books(folder: Path, process: str, epoch: int) -> tuple[list[EpochFiles
             continue
         try:
             endings += _close(files)
-        except SpoolError as error:
-            log.error("spool of an earlier epoch cannot be read; it is kept", spool=files.spool.name, error=str(error))
+        except (SpoolError, JournalError) as error:
+            log.error(
+                "books of an earlier epoch cannot be read; they are kept", spool=files.spool.name, error=str(error)
+            )
             continue
         closed.append(files)
     return closed, endings

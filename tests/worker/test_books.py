@@ -158,6 +158,13 @@ def test_a_damaged_record_ends_the_journal(tmp_path):
     assert journal.read(path) == {1: Progress(1, 0.1, 0.1)}
 
 
+def test_a_journal_of_another_version_is_not_taken_for_an_empty_one(tmp_path):
+    path = tmp_path / "j.bin"
+    path.write_bytes(bytes(range(200)))
+    with pytest.raises(JournalError, match="format"):
+        journal.read(path)
+
+
 def test_a_journal_that_is_not_there_is_empty(tmp_path):
     assert journal.read(tmp_path / "none.bin") == {}
 

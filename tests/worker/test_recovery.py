@@ -73,6 +73,16 @@ def test_a_spool_that_cannot_be_read_is_kept_and_does_not_stop_the_others(tmp_pa
     assert damaged.spool.exists()
 
 
+def test_a_journal_of_another_version_keeps_its_books_unbilled(tmp_path):
+    files = crashed(tmp_path)
+    whole = files.journal.read_bytes()
+    files.journal.write_bytes(bytes(range(200)))
+    assert close_books(tmp_path, "scheduler", epoch=2) == ([], [])
+    files.journal.write_bytes(whole)
+    closed, endings = close_books(tmp_path, "scheduler", epoch=2)
+    assert len(closed) == 1 and any(ending.completion_tokens for ending in endings)
+
+
 async def test_files_are_deleted_only_when_everything_is_in_the_database(tmp_path):
     files, database, clock = crashed(tmp_path), Database(), ManualClock()
     database.away = True
