@@ -201,7 +201,7 @@ def _check(value: Any, path: str) -> None:
     """Refuse values that have the right type and that a database does not keep, or not every one."""
     match value:
         case str():
-            if not _is_storable(value):
+            if not is_storable(value):
                 raise DocumentError(path, "Text cannot hold the character NUL or half a surrogate pair.")
         case datetime():
             if not _is_representable(value):
@@ -215,7 +215,7 @@ def _check(value: Any, path: str) -> None:
                 _check(one, f"{path}[{index}]")
 
 
-def _is_storable(text: str) -> bool:
+def is_storable(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:

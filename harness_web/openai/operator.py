@@ -23,6 +23,7 @@ from scheduler.gateway import (
     config_document,
     update_config,
 )
+from tenants.documents import is_storable
 
 PROMETHEUS: Header = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
 
@@ -79,6 +80,8 @@ def partial_change(partial: dict[str, Any], *, actor: str, ip: str | None) -> Ca
         raise InvalidRequest("'if_version' must be an integer.", "if_version", reason="invalid_type")
     if not isinstance(reason, str | None):
         raise InvalidRequest("'reason' must be a string.", "reason", reason="invalid_type")
+    if not is_storable(reason or ""):
+        raise InvalidRequest("'reason' cannot hold the character NUL or half a surrogate pair.", "reason")
     return functools.partial(
         update_config, partial, if_version=if_version, reason=reason or "", actor=actor, source_ip=ip
     )

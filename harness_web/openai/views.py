@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -87,7 +88,12 @@ def submission(exchange: Exchange, principal: Principal, chat: ChatRequest) -> S
 
 
 def project(header: str) -> str:
-    """The caller's tag as the ledger can keep it: no database takes every control character."""
+    """The caller's tag as the ledger can keep it: no database takes every control character.
+
+    Headers are Latin-1 by their standard and UTF-8 by what clients send.
+    """
+    with contextlib.suppress(UnicodeDecodeError):
+        header = header.encode("latin-1").decode()
     return "".join(filter(str.isprintable, header)).strip()[:PROJECT_LENGTH]
 
 

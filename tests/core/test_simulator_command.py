@@ -131,10 +131,11 @@ def test_wrong_options_are_refused_in_a_sentence(trace: Path, options: tuple[str
 
 
 def test_a_trace_that_is_none_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "empty.csv"
+    path, page = tmp_path / "empty.csv", tmp_path / "page.html"
     path.touch()
     with pytest.raises(CommandError, match="lacks the column"):
-        replay(path)
+        replay(path, "--html", page)
+    assert not page.exists()
 
 
 def test_the_page_of_charts_is_written_beside_the_results(trace: Path, tmp_path: Path) -> None:

@@ -234,7 +234,9 @@ async def test_a_bad_change_of_config_names_its_place(
     assert (reply.status, reply.error["code"], reply.error["param"]) == (status, code, param)
 
 
-@pytest.mark.parametrize(("field", "value"), [("if_version", "7"), ("if_version", True), ("reason", 5)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("if_version", "7"), ("if_version", True), ("reason", 5), ("reason", "a\0")]
+)
 async def test_the_wrapping_of_a_change_is_typed(stage: Stage, field: str, value: Any) -> None:
     reply = await stage.ask("POST", "/v1/config", {field: value}, key="sk-ops")
     assert (reply.status, reply.error["param"]) == (400, field)

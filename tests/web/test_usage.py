@@ -125,13 +125,13 @@ def test_figures_are_there_within_five_seconds_and_add_up(product: Product, sinc
 
 
 def test_callers_tag_their_requests_with_a_project(product: Product, since: int) -> None:
-    tags = ["proj_search", "Überblick " + "x" * 100, None]
+    tags = [b"proj_search", ("Überblick " + "x" * 100).encode("latin-1"), "漢字".encode(), None]
     for tag in tags:
-        headers = product.auth("acme/prod") | ({} if tag is None else {"openai-project": tag.encode("latin-1")})
+        headers = product.auth("acme/prod") | ({} if tag is None else {"openai-project": tag})
         assert httpx.post(product.url + CHAT, headers=headers, json=body(), timeout=60).status_code == 200
-    eventually(lambda: requests(product, since) == 3)
+    eventually(lambda: requests(product, since) == 4)
     found = {one["project"]: one["num_requests"] for one in results(product, f"start_time={since}&group_by=project")}
-    assert found == {"proj_search": 1, ("Überblick " + "x" * 100)[:64]: 1, "": 1}
+    assert found == {"proj_search": 1, ("Überblick " + "x" * 100)[:64]: 1, "漢字": 1, "": 1}
 
 
 @pytest.mark.parametrize("width", ["1m", "1h", "1d"])

@@ -84,16 +84,22 @@ class Command(BaseCommand):
         add("--json", action="store_true", help="print the results as JSON")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        page: Path | None = options["html"]
+        new = page is not None and not page.exists()
         try:
-            if options["html"]:
-                options["html"].touch()  # better refused now than after minutes
+            if page is not None:
+                page.touch()  # better refused now than after minutes
             report, replays = self._run(argparse.Namespace(**options))
-            if options["html"]:
-                write_charts(options["html"], report, replays)
+            if page is not None:
+                write_charts(page, report, replays)
+                new = False
         except (TraceError, ProfileError, ConfigurationError, WorkloadError, ReplayError, BoundUnavailable) as error:
             raise CommandError(str(error)) from error
         except OSError as error:
             raise CommandError(f"{options['html']} cannot be written: {error}") from error
+        finally:
+            if new and page is not None:
+                page.unlink(missing_ok=True)  # nothing was written into it
         self.stdout.write(json.dumps(report.as_json()) if options["json"] else report.as_text())
 
     def _run(self, options: argparse.Namespace) -> tuple[Report, list[Replay]]:
