@@ -40,7 +40,10 @@ django.setup()
 hypothesis.settings.register_profile(
     "harness", deadline=None, max_examples=USUAL, derandomize=True, phases=(Phase.explicit, Phase.generate)
 )
-hypothesis.settings.register_profile("laws", deadline=None, max_examples=10 * USUAL, print_blob=True)
+# Under CI Hypothesis would be derandomised and quiet by itself, here and in what inherits from its default.
+hypothesis.settings.register_profile(
+    "laws", deadline=None, max_examples=10 * USUAL, print_blob=True, derandomize=False, suppress_health_check=()
+)
 hypothesis.settings.load_profile("harness")
 
 _flush = DatabaseOperations.execute_sql_flush
