@@ -277,12 +277,13 @@ class VllmEngine:
 
     async def aclose(self) -> None:
         self._closed = True
+        if self._llm is not None:  # streams end first: what follows takes its time
+            self._llm.output_processor.propagate_error(self._api.DeadError())
         await self._stop_building()
         if self._box is not None:
             await self._box.aclose()
         llm, self._llm = self._llm, None
         if llm is not None:
-            llm.output_processor.propagate_error(self._api.DeadError())
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_SECONDS)
         await asyncio.to_thread(_end, self._pids)
         self._long.shutdown(wait=False)
